@@ -1,0 +1,38 @@
+# make train | test | lint | clean, with Python 3.10 to 3.12, venv and pip; the rest is installed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS ?=
+
+.PHONY: help train test lint clean
+
+help:
+	@echo "make train [ARGS='schedule=gpipe trainer.max_epochs=2']  train the default experiment"
+	@echo "make test  [ARGS='-k layout']                            run the tests"
+	@echo "make lint                                                ruff and mypy"
+	@echo "make clean                                               remove what was built and run"
+	@echo "PYTHON=python3.12 chooses the interpreter of a new $(VENV)"
+
+train: $(VENV)/.installed-examples
+	$(BIN)/lightning-pipeline train $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache outputs checkpoints lightning_logs
+	find . -name __pycache__ -not -path "./$(VENV)/*" -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each extra: what a target needs is installed once, and again when it changes.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[$*]"
+	@touch $@

@@ -1,0 +1,96 @@
+"""Tensors at the boundary of a stage, and which stages may split their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Node = torch.autograd.graph.Node
+
+
+class _Boundary(torch.autograd.Function):
+    """An alias that autograd does not know as a view, dense in both directions.
+
+    Split backward detaches stage outputs in place, which a view refuses, and messages are dense:
+    ``nn.Linear`` on a 3-D input ends in a view, and a stage that begins with a sum has a gradient
+    that is an expanded scalar.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        dense = tensor.contiguous()
+        alias = dense.new_empty(0)
+        return alias.set_(
+            dense.untyped_storage(), dense.storage_offset(), dense.size(), dense.stride()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.contiguous()
+
+
+def cross(tensor: Tensor) -> Tensor:
+    """``tensor`` as it leaves or enters a stage: dense, no view, in the same autograd graph."""
+    if not tensor.requires_grad:
+        return tensor.detach().contiguous()
+    return _Boundary.apply(tensor)  # type: ignore[no-any-return]
+
+
+def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
+    """Whether torch's split backward gives a stage all its weight gradients, and each once.
+
+    torch finds the weights by what they share with the path of a differentiable input. It loses
+    the gradients of weights on other paths (frozen or identity stages before, an embedding whose
+    result only passes through), fails where a weight is used twice with another one in between,
+    and runs opaque nodes (custom functions, compiled blocks) twice. Such stages run their whole
+    backward at once instead.
+
+    Args:
+        outputs: The stage's outputs, or its loss.
+        inputs: Its received values.
+    """
+    roots = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
+    leaves = {id(t) for t in inputs if isinstance(t, Tensor) and t.requires_grad}
+    if not leaves:
+        return False
+    users: dict[Node, list[Node]] = {}
+    entries: list[Node] = []
+    seen, queue = set(roots), list(roots)
+    while queue:
+        node = queue.pop()
+        if _is_opaque(node):
+            return False
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            users.setdefault(following, []).append(node)
+            variable = getattr(following, "variable", None)
+            is_input = variable is not None and id(variable) in leaves
+            if variable is not None and not is_input and len(users[following]) > 1:
+                return False
+            if following not in seen:
+                seen.add(following)
+                queue.append(following)
+                if is_input:
+                    entries.append(following)
+    return set(roots) <= _closure(entries, users)
+
+
+def _is_opaque(node: Node) -> bool:
+    # Autograd functions written in Python are nodes of a Python class.
+    return isinstance(node, torch._C._FunctionBase) and not isinstance(
+        node, _Boundary._backward_cls  # type: ignore[attr-defined]
+    )
+
+
+def _closure(nodes: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
+    closure, queue = set(nodes), list(nodes)
+    while queue:
+        for user in users.get(queue.pop(), ()):
+            if user not in closure:
+                closure.add(user)
+                queue.append(user)
+    return closure

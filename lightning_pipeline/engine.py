@@ -1,0 +1,297 @@
+"""One pass over the stages: torch's pipeline schedules, driven with static metadata.
+
+The only module that runs torch.distributed.pipelining. Its private names are those of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import extract_tensor_meta
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from lightning_pipeline.boundary import can_split, cross
+from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.schedules import Schedule
+from lightning_pipeline.steps import TensorMeta
+
+# On an error torch logs the whole action list of the schedule around the user's traceback.
+logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
+
+_EMPTY = TensorMeta((0,), torch.float32, False)
+_CACHED_PASSES = 16
+
+
+class Work(Protocol):
+    """What the engine runs: the parts of one batch's step.
+
+    Attributes:
+        num_microbatches: Number of microbatches, a count that the schedule allows.
+        trains: Whether there is a backward.
+        key: Equal for two batches whose boundaries have the same metadata.
+    """
+
+    num_microbatches: int
+    trains: bool
+    key: Hashable
+
+    def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
+        """Tensors that ``stage`` receives."""
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
+        """Values for the next stage; the unscaled loss on the last."""
+
+    def loss_factor(self, microbatch: int) -> float | Tensor:
+        """What the loss of ``microbatch`` is multiplied by before its backward."""
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """Parameters that ``stage`` holds."""
+
+    def finished(self, stage: int) -> None:
+        """All weight gradients of ``stage`` are there."""
+
+
+class _Body(nn.Module):
+    """The module that torch sees as a stage. It registers no submodule: the model stays whole."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.microbatch, self.num_sent = index, 0, 0
+        self.work: Work
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(self.work.parameters(self.index))
+
+    def forward(self, *received: Tensor) -> Any:
+        work, microbatch = self.work, self.microbatch
+        if received:  # empty ones at the end only make the counts of all microbatches equal
+            received = received[: len(work.boundary(self.index, microbatch))]
+        out = work.forward(self.index, microbatch, tuple(map(cross, received)))
+        if isinstance(out, Tensor):
+            return out
+        surplus = self.num_sent - len(out)
+        return (*map(cross, out), *(out[-1].new_empty(0, dtype=_EMPTY.dtype),) * surplus)
+
+
+class _Stage(PipelineStage):
+    """A stage with metadata of its own for every microbatch, given beforehand.
+
+    Args:
+        index: Index of the stage.
+        num_stages: Number of stages.
+        received: Tensors that arrive, [microbatches][values]; equally many in all microbatches.
+        sent: Tensors that leave, likewise.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        received: list[list[TensorMeta]],
+        sent: list[list[TensorMeta]],
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        self._received, self._sent = _as_tensors(received), _as_tensors(sent)
+        self._whole_backward: set[int] = set()
+        self._splits: dict[tuple[Any, ...], bool] = {}
+        super().__init__(
+            _Body(index),
+            index,
+            num_stages,
+            device,
+            input_args=self._received[0],
+            output_args=self._sent[0],
+            group=group,
+        )
+        self.submod.num_sent = len(self._sent[0])
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        if not self.is_first:
+            for microbatch, metas in enumerate(self._received):
+                self._resize(self.args_recv_info[microbatch], metas)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        for microbatch, metas in enumerate(self._sent):
+            grads = tuple(meta if meta.requires_grad else None for meta in metas)
+            self._resize(self.grad_recv_info[microbatch], grads)
+
+    def _resize(self, infos: tuple[_RecvInfo, ...], metas: tuple[Tensor | None, ...]) -> None:
+        for info, meta in zip(infos, metas, strict=False):
+            if meta is None:
+                info.tensor_meta = info.buffer = None
+            else:
+                info.tensor_meta = extract_tensor_meta(meta)
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        # A gradient that is missing is sent as zeros of this microbatch's shape.
+        self._stage_meta.input_grads = tuple(
+            extract_tensor_meta(meta.detach()) if meta.requires_grad else None
+            for meta in self._received[bwd_chunk_id]
+        )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.microbatch = fwd_chunk_id
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # torch wraps the user's exception
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
+            self._whole_backward.add(bwd_chunk_id)
+            full_backward = True
+        with torch.autocast(self.device.type, enabled=False):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id in self._whole_backward:
+            self._whole_backward.discard(bwd_chunk_id)
+            return
+        with torch.autocast(self.device.type, enabled=False):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _can_split(self, microbatch: int, loss: Tensor | None) -> bool:
+        shapes = tuple(tuple(meta.shape) for meta in self._received[microbatch])
+        if shapes not in self._splits:
+            outputs, inputs = self.fwd_cache[microbatch]
+            self._splits[shapes] = can_split([loss] if self.is_last else outputs, inputs)
+        return self._splits[shapes]
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            self.submod.work.finished(self.stage_index)
+
+
+def _as_tensors(metas: list[list[TensorMeta]]) -> list[tuple[Tensor, ...]]:
+    """Meta tensors of all microbatches, filled up with empty ones to equal counts."""
+    most = max(len(values) for values in metas)
+    return [
+        tuple(
+            torch.empty(shape, dtype=dtype, device="meta").requires_grad_(requires_grad)
+            for shape, dtype, requires_grad in values + [_EMPTY] * (most - len(values))
+        )
+        for values in metas
+    ]
+
+
+class Engine:
+    """Runs passes over this rank's stages.
+
+    Args:
+        mesh: The rank's place.
+        schedule: The training schedule.
+        stages_per_rank: Number of stages of each rank.
+        device: The rank's device.
+    """
+
+    def __init__(
+        self, mesh: Mesh, schedule: Schedule, stages_per_rank: int, device: torch.device
+    ) -> None:
+        self._mesh, self._schedule, self._device = mesh, schedule, device
+        self._num_ranks = len(mesh.pipeline_ranks)
+        self._num_stages = self._num_ranks * stages_per_rank
+        self._passes: OrderedDict[Hashable, tuple[list[_Stage], Any]] = OrderedDict()
+        self._work: Work
+
+    def run(self, work: Work) -> None:
+        """Runs all microbatches of ``work`` forward, and backward if it trains.
+
+        Every rank of the pipeline calls it with the same batch. Gradients add up in ``.grad``.
+        """
+        self._work = work
+        key = (work.trains, torch.is_inference_mode_enabled(), work.num_microbatches, work.key)
+        if key not in self._passes:
+            self._passes[key] = self._build(work)
+            if len(self._passes) > _CACHED_PASSES:
+                self._passes.popitem(last=False)
+        self._passes.move_to_end(key)
+        stages, schedule = self._passes[key]
+        for stage in stages:
+            stage.submod.work = work
+        try:
+            # Each last stage gets the numbers of its microbatches as torch's loss targets.
+            targets = torch.arange(work.num_microbatches) if self._mesh.is_last else None
+            schedule.step(target=targets, return_outputs=False)
+        except BaseException:
+            del self._passes[key]  # it keeps half of a pass
+            raise
+        finally:
+            for stage in stages:
+                stage.clear_runtime_states()
+
+    def clear(self) -> None:
+        """Forgets all stages and their buffers."""
+        self._passes.clear()
+
+    def _build(self, work: Work) -> tuple[list[_Stage], Any]:
+        stages = [self._build_stage(index, work) for index in self._mesh.stages]
+        if not work.trains:
+            return stages, self._forward_only(stages, work.num_microbatches)
+        kind = torch_schedules.get_schedule_class(self._schedule.name)
+        kwargs = {"loss_fn": self._scaled_loss, "scale_grads": False}
+        given = stages[0] if self._schedule.is_single else stages
+        return stages, kind(given, work.num_microbatches, **kwargs)
+
+    def _build_stage(self, index: int, work: Work) -> _Stage:
+        def boundary(stage: int) -> list[list[TensorMeta]]:
+            if stage == 0:
+                return [[] for _ in range(work.num_microbatches)]
+            if stage == self._num_stages:  # the loss, which goes nowhere
+                return [[TensorMeta((), torch.float32, True)]] * work.num_microbatches
+            return [work.boundary(stage, m) for m in range(work.num_microbatches)]
+
+        received, sent = boundary(index), boundary(index + 1)
+        group = self._mesh.pipeline_group
+        return _Stage(index, self._num_stages, received, sent, self._device, group)
+
+    def _scaled_loss(self, loss: Tensor, target: Tensor) -> Tensor:
+        # Not in place and never the loss itself, which split backward detaches.
+        return loss * self._work.loss_factor(int(target))
+
+    def _forward_only(self, stages: list[_Stage], num_microbatches: int) -> Any:
+        """Breadth-first forward of all stages: torch's own lowering of an order without backward.
+
+        torch validates that a schedule has backwards, and its ``eval()`` asserts on V placements;
+        so the backwards are listed, then taken out with their messages.
+        """
+        forward = torch_schedules._ComputationType.FORWARD
+        backward = torch_schedules._ComputationType.FULL_BACKWARD
+        microbatches = range(num_microbatches)
+        actions = {}
+        for rank in range(self._num_ranks):
+            held = self._schedule.stages_of_rank(rank, self._num_ranks, len(stages))
+            ahead = [(s, forward, m) for s in sorted(held) for m in microbatches]
+            back = [(s, backward, m) for s in sorted(held, reverse=True) for m in microbatches]
+            actions[rank] = [torch_schedules._Action(*action) for action in ahead + back]
+        runtime = torch_schedules._PipelineScheduleRuntime(
+            stages, num_microbatches, loss_fn=None, scale_grads=False
+        )
+        runtime._prepare_schedule_with_comms(actions)
+        kept = {
+            forward,
+            torch_schedules._ComputationType.SEND_F,
+            torch_schedules._ComputationType.RECV_F,
+        }
+        for rank, lowered in runtime.pipeline_order_with_comms.items():
+            runtime.pipeline_order_with_comms[rank] = [
+                action for action in lowered if action.computation_type in kept
+            ]
+        return runtime

@@ -1,0 +1,206 @@
+"""Gradients between the schedule and the optimizer: parked, completed over both axes, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeline.mesh import Mesh
+
+BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+
+
+class Parking:
+    """Keeps a step's gradients out of the way of ``zero_grad``.
+
+    Lightning's closure runs the step, then ``zero_grad``, then ``backward``. The schedule makes
+    the gradients already in the step, so they wait here until ``backward``.
+    """
+
+    def __init__(self) -> None:
+        self._old: list[tuple[nn.Parameter, Tensor]] = []
+        self._new: list[tuple[nn.Parameter, Tensor]] = []
+
+    def clear_for_step(self, parameters: Sequence[nn.Parameter], keep_old: bool) -> None:
+        """Takes the gradients of the last optimizer step away.
+
+        Args:
+            parameters: The optimizer's parameters.
+            keep_old: Whether a hook before or in ``zero_grad`` wants to see them.
+        """
+        self._old = [(p, p.grad) for p in parameters if keep_old and p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def park(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Takes the step's own gradients away and puts the old ones back."""
+        self._new = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter, grad in self._old:
+            parameter.grad = grad
+        self._old = []
+
+    def hand_back(self, complete: Callable[[], None]) -> None:
+        """Puts the parked gradients in place, lets them be completed, adds what was left there."""
+        left = [(p, p.grad) for p, _ in self._new if p.grad is not None]
+        for parameter, grad in self._new:
+            parameter.grad = grad
+        self._new = []
+        complete()
+        for parameter, grad in left:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+class _Bucket:
+    """Some gradients on their way over the data axis, as one message.
+
+    A parameter without a gradient on any replica must stay without one (an optimizer skips it), so
+    the message counts the replicas that have one.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, size: int) -> None:
+        self._parameters, self._size = parameters, size
+        self._grads = [p.grad for p in parameters]
+        flat = [
+            (torch.zeros_like(p) if grad is None else grad).reshape(-1)
+            for p, grad in zip(parameters, self._grads, strict=True)
+        ]
+        has_grad = flat[0].new_tensor([float(grad is not None) for grad in self._grads])
+        self._message = torch.cat([*flat, has_grad])
+        self._handle = dist.all_reduce(self._message, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Waits and writes the mean over the replicas into the gradients."""
+        self._handle.wait()
+        sizes = [p.numel() for p in self._parameters]
+        *means, has_grad = self._message.split([*sizes, len(sizes)])
+        missing = any(grad is None for grad in self._grads)
+        present = has_grad.tolist() if missing else [1.0] * len(sizes)
+        for parameter, grad, mean, count in zip(
+            self._parameters, self._grads, means, present, strict=True
+        ):
+            mean = mean.div_(self._size).view_as(parameter)
+            if grad is not None:
+                grad.copy_(mean)
+            elif count:
+                parameter.grad = mean.clone()
+
+
+class GradientReducer:
+    """Completes gradients once per optimizer step.
+
+    A parameter that several ranks of a pipeline hold (tied weights, the step's own parameters)
+    gets the sum over them, and every parameter the mean over the replicas. The replicas' exchange
+    of a stage starts as soon as its last weight gradient is there.
+
+    Args:
+        mesh: The rank's place, groups built.
+        held: Parameters that need gradients, by stage that this rank holds.
+        holders: Stages that hold each parameter, by identity of the parameter.
+        groups: Group of the ranks that hold each shared parameter, by set of stages; ``None``
+            where they are all on this rank.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        held: dict[int, list[nn.Parameter]],
+        holders: dict[int, frozenset[int]],
+        groups: dict[frozenset[int], dist.ProcessGroup | None],
+    ) -> None:
+        self._mesh, self._holders, self._groups = mesh, holders, groups
+        self._own = {
+            stage: [p for p in parameters if len(holders[id(p)]) == 1]
+            for stage, parameters in held.items()
+        }
+        shared = [p for parameters in held.values() for p in parameters]
+        self._shared = list(dict.fromkeys(p for p in shared if len(holders[id(p)]) > 1))
+        # Replicas must exchange in one order; a backward ends on high stages first.
+        self._waiting = sorted(held, reverse=True)
+        self._order = list(self._waiting)
+        self._finished: set[int] = set()
+        self._buckets: list[_Bucket] = []
+        self.armed = False
+
+    def arm(self, last_pass: bool) -> None:
+        """Announces a pass; only the last one before an optimizer step exchanges gradients."""
+        self.armed = last_pass
+        self._waiting, self._finished, self._buckets = list(self._order), set(), []
+
+    def finished(self, stage: int) -> None:
+        """All weight gradients of ``stage`` are there: start its exchange if its turn has come."""
+        self._finished.add(stage)
+        while self.armed and self._waiting and self._waiting[0] in self._finished:
+            self._start(self._own[self._waiting.pop(0)])
+
+    def complete(self) -> None:
+        """Waits for all exchanges; call with the gradients in their places."""
+        if not self.armed:
+            return
+        for parameter in self._shared:
+            self._sum_over_pipeline(parameter)
+        self._start([p for p in self._shared if p.requires_grad])
+        for bucket in self._buckets:
+            bucket.finish()
+        self._buckets, self.armed = [], False
+
+    def _start(self, parameters: Iterable[nn.Parameter]) -> None:
+        size = self._mesh.sizes.data
+        if size == 1:
+            return
+        group = self._mesh.data_group
+        for bucket in _buckets([p for p in parameters if p.requires_grad]):
+            self._buckets.append(_Bucket(bucket, group, size))
+
+    def _sum_over_pipeline(self, parameter: nn.Parameter) -> None:
+        group = self._groups[self._holders[id(parameter)]]
+        if group is None or not parameter.requires_grad:
+            return
+        grad = parameter.grad
+        message = torch.zeros_like(parameter) if grad is None else grad
+        has_grad = message.new_tensor([float(grad is not None)])
+        dist.all_reduce(message, group=group)
+        dist.all_reduce(has_grad, group=group)
+        if grad is None and bool(has_grad):
+            parameter.grad = message
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Groups parameters of one dtype up to BUCKET_BYTES."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        nbytes = parameter.numel() * parameter.element_size()
+        if bucket and (parameter.dtype != bucket[0].dtype or size + nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def global_norm(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, counted_here: dict[int, bool]
+) -> Tensor:
+    """2-norm of the gradients of the whole model, equal on every rank.
+
+    Args:
+        parameters: The optimizer's parameters; those without a gradient are skipped.
+        mesh: The rank's place.
+        counted_here: Whether this rank counts a parameter, by identity; a shared one is counted by
+            one of its holders.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None and counted_here.get(id(p), False)]
+    device = grads[0].device if grads else torch.device("cpu")
+    if dist.get_backend(mesh.pipeline_group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    square = square.to(device)
+    dist.all_reduce(square, group=mesh.pipeline_group)
+    return square.sqrt()

@@ -1,0 +1,117 @@
+"""How many ranks and replicas follow from devices, stages and schedule: plain arithmetic."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightning_pipeline.schedules import Auto, Schedule, get_schedule, require_count
+
+
+class Layout(NamedTuple):
+    """How a model lies on the devices.
+
+    Attributes:
+        ranks: Number of ranks in one pipeline.
+        replicas: Number of pipelines side by side.
+        stages_per_rank: Number of stages that each rank holds.
+    """
+
+    ranks: int
+    replicas: int
+    stages_per_rank: int
+
+
+def resolve_layout(
+    devices: int,
+    stages: int | Auto = "auto",
+    schedule: str = "1F1B",
+    microbatches: int | Auto = "auto",
+    stages_per_rank: int | Auto = "auto",
+) -> Layout:
+    """Works out a layout and checks it, before anything starts.
+
+    Example:
+        >>> resolve_layout(devices=8, stages=4, schedule="interleaved_zero_bubble")
+        Layout(ranks=2, replicas=4, stages_per_rank=2)
+
+    Args:
+        devices: Number of devices on all nodes together.
+        stages: Number of pieces of the model; ``"auto"`` is one pipeline over all devices.
+        schedule: Name of the schedule, as torch spells it or in snake case.
+        microbatches: Number of microbatches in a step; ``"auto"`` always fits.
+        stages_per_rank: Stages that each rank holds; ``"auto"`` is 1 for single-stage schedules,
+            2 otherwise.
+
+    Raises:
+        ValueError: If they do not fit together; names the nearest values that do.
+    """
+    require_count("devices", devices)
+    entry = get_schedule(schedule)
+    depth = entry.resolve_stages_per_rank(stages_per_rank)
+    if devices < 2:
+        raise ValueError(
+            f"A pipeline needs at least 2 devices, got {devices}. The number comes from "
+            f"devices={devices}. Set devices=2, or strategy=single to train on one device."
+        )
+    total = devices * depth if stages == "auto" else stages
+    require_count("stages", total)
+    if total % depth or total == depth or devices % (total // depth):
+        raise ValueError(_refusal(entry, devices, total, depth))
+    ranks = total // depth
+    _check_microbatches(entry, ranks, depth, microbatches)
+    return Layout(ranks, devices // ranks, depth)
+
+
+def _refusal(schedule: Schedule, devices: int, stages: int, depth: int) -> str:
+    """What to say when the stages can't be dealt out evenly, with the nearest numbers that can."""
+    ranks, rest = divmod(stages, depth)
+    if rest:
+        rule = f"{stages} stages are not a multiple of {depth}"
+    elif ranks == 1:
+        rule = f"{stages} stages fill one rank, and a pipeline needs at least 2"
+    else:
+        rule = f"{stages} stages fill {ranks} ranks, which do not divide {devices} devices"
+    cures = [f"stages={count}" for count in _nearest(_legal_stages(devices, depth), stages)]
+    if not rest and ranks > 1:
+        fitting = [k * ranks for k in range(1, devices // ranks + 2)]
+        cures += [f"devices={count}" for count in _nearest(fitting, devices)]
+    deeper, uneven = divmod(stages, devices)
+    if not uneven and deeper != depth and _allows(schedule, deeper):
+        cures.append(f"schedule.stages_per_rank={deeper}")
+    return (
+        f"The stages must fill equal pipelines on all devices, but {rule}. They come from "
+        f"stages={stages}, devices={devices} and schedule={schedule.snake}, which puts {depth} "
+        f"on a rank. Set {' or '.join(cures)}."
+    )
+
+
+def _legal_stages(devices: int, depth: int) -> list[int]:
+    return [ranks * depth for ranks in range(2, devices + 1) if devices % ranks == 0]
+
+
+def _nearest(legal: list[int], value: int) -> list[int]:
+    """The largest legal number below a value and the smallest above it, where there are such."""
+    return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
+
+
+def _allows(schedule: Schedule, depth: int) -> bool:
+    high = schedule.max_stages_per_rank
+    return depth >= schedule.min_stages_per_rank and (high is None or depth <= high)
+
+
+def _check_microbatches(
+    schedule: Schedule, ranks: int, depth: int, microbatches: int | Auto
+) -> None:
+    """Checks the microbatches in the words of the command line, not of the strategy."""
+    if microbatches == "auto":
+        return
+    require_count("microbatches", microbatches)
+    if schedule.allows_microbatches(microbatches, ranks, depth):
+        return
+    counts = schedule.nearest_microbatches(microbatches, ranks, depth)
+    cures = " or ".join(f"microbatches={count}" for count in counts)
+    raise ValueError(
+        f"{schedule.name} needs {' or '.join(map(str, counts))} microbatches, the nearest to the "
+        f"{microbatches} it got, for {ranks * depth} stages on {ranks} ranks. The number comes "
+        f"from microbatches={microbatches}. Set {cures} or microbatches=auto."
+    )

@@ -1,0 +1,204 @@
+"""What a step logs: recorded per microbatch on the last stage, replayed on every rank.
+
+One small broadcast a step carries the values from the last stage to the other ranks of its
+pipeline, with the loss and a checksum of the batch. Then the real ``self.log`` runs everywhere, so
+that callbacks decide alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.metrics import StepMetrics
+
+_HEADER = 4  # structure, checksum, loss, number of values
+_CAPACITY = 64  # values in the first broadcast; more follow in a second one
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+
+@dataclass
+class _Entry:
+    """One name that a step logs."""
+
+    arguments: dict[str, Any]
+    metric: str | None
+    dtype: torch.dtype
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+
+class LogRecorder:
+    """Stands in for ``LightningModule.log`` while microbatches run on the last stage.
+
+    Args:
+        module: The user's LightningModule.
+        metrics: The metrics of this step.
+    """
+
+    def __init__(self, module: LightningModule, metrics: StepMetrics) -> None:
+        self._module, self._metrics = module, metrics
+        self._entries: dict[str, _Entry] = {}
+        self.rows = 0
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        **arguments: Any,
+    ) -> None:
+        """Notes one value of one microbatch; the signature of ``LightningModule.log``."""
+        arguments.update(prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch)
+        arguments.update(reduce_fx=reduce_fx)
+        batch_size = arguments.pop("batch_size", None)
+        arguments.pop("sync_dist_group", None)
+        arguments["batch_size"] = batch_size is not None
+        metric = self._metrics.name_of(value) if isinstance(value, Metric) else None
+        tensor = torch.zeros(()) if metric is not None else _scalar(name, value)
+        if name not in self._entries:
+            self._entries[name] = _Entry(arguments, metric, tensor.dtype)
+        entry = self._entries[name]
+        if entry.arguments != arguments:
+            raise StepError(
+                f"self.log({name!r}) is called with different arguments in one step: "
+                f"{entry.arguments} and {arguments}. Log each name in one way."
+            )
+        entry.values.append(tensor.to(torch.float64))
+        entry.weights.append(float(self.rows if batch_size is None else batch_size))
+
+    def structure(self) -> list[tuple[str, dict[str, Any], str | None, torch.dtype]]:
+        """Names, arguments, metrics and dtypes, in the order of the first log."""
+        return [(n, e.arguments, e.metric, e.dtype) for n, e in self._entries.items()]
+
+    def values(self, device: torch.device) -> Tensor:
+        """Value and weight of every name over the whole batch, float64 of shape [2 x names]."""
+        flat: list[Tensor] = []
+        for entry in self._entries.values():
+            weights = torch.tensor(entry.weights, dtype=torch.float64, device=device)
+            if entry.metric is not None:
+                value = self._metrics.batch_value(entry.metric).to(device, torch.float64)
+            else:
+                values = torch.stack([v.to(device) for v in entry.values])
+                value = _reduced(values, weights, entry.arguments["reduce_fx"])
+            flat += [value, weights.sum()]
+        return torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    tensor = torch.as_tensor(value)
+    if tensor.numel() != 1:
+        raise StepError(
+            f"self.log({name!r}) needs a single value, got a tensor of shape "
+            f"{tuple(tensor.shape)}. Log its mean, e.g. self.log({name!r}, value.mean())."
+        )
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.get_default_dtype())
+    return tensor.detach().reshape(())
+
+
+def _reduced(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    reduction = _REDUCTIONS.get(name.lower(), "mean")
+    if reduction == "mean":
+        return (values * weights).sum() / weights.sum()
+    return {"sum": values.sum, "max": values.max, "min": values.min}[reduction]()
+
+
+class LogExchange:
+    """Carries a step's logs over the pipeline and replays them.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: The rank's place, groups built.
+        device: The rank's device.
+    """
+
+    def __init__(self, module: LightningModule, mesh: Mesh, device: torch.device) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._structures: dict[int, list[Any]] = {}
+
+    def __call__(
+        self, step: str, recorder: LogRecorder | None, checksum: int, loss: Tensor | None
+    ) -> Tensor:
+        """Replays the logs of one step on every rank of the pipeline.
+
+        Args:
+            step: Name of the step, for messages.
+            recorder: What was logged; ``None`` except on the last stage.
+            checksum: Of this rank's batch.
+            loss: The batch's loss on the last stage.
+
+        Returns:
+            The loss of the last stage, float64 of shape [].
+
+        Raises:
+            StepError: If this rank and the last stage saw different batches.
+        """
+        header, values = self._broadcast(recorder, checksum, loss)
+        if int(header[1]) != checksum:
+            raise StepError(
+                f"{step}: rank {self._mesh.global_rank} and rank {self._mesh.last_rank} of one "
+                f"pipeline got different batches (checksums {checksum} and {int(header[1])}). All "
+                "ranks of a pipeline must draw the same samples: call seed_everything(seed, "
+                "workers=True), or make the sampler and the dataset's augmentation deterministic."
+            )
+        self._replay(int(header[0]), values)
+        return header[2]
+
+    def _broadcast(
+        self, recorder: LogRecorder | None, checksum: int, loss: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        message = torch.zeros(_HEADER + _CAPACITY, dtype=torch.float64, device=self._device)
+        values, structure = torch.zeros(0, dtype=torch.float64, device=self._device), None
+        if recorder is not None:
+            structure, values = recorder.structure(), recorder.values(self._device)
+            message[0] = _identity(structure)
+            message[1], message[3] = checksum, values.numel()
+            message[2] = 0.0 if loss is None else loss
+            message[_HEADER : _HEADER + values.numel()] = values[:_CAPACITY]
+        self._send(message)
+        identity, count = int(message[0]), int(message[3])
+        if count > _CAPACITY:
+            rest = values[_CAPACITY:] if recorder else message.new_zeros(count - _CAPACITY)
+            self._send(rest)
+            values = torch.cat([message[_HEADER:], rest])
+        else:
+            values = message[_HEADER : _HEADER + count]
+        if identity not in self._structures:
+            box = [structure]
+            dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
+            self._structures[identity] = box[0] or []
+        return message[:_HEADER], values
+
+    def _send(self, message: Tensor) -> None:
+        dist.broadcast(message, self._mesh.last_rank, self._mesh.pipeline_group)
+
+    def _replay(self, identity: int, values: Tensor) -> None:
+        for index, (name, given, metric, dtype) in enumerate(self._structures[identity]):
+            arguments = dict(given)
+            if arguments.pop("batch_size"):
+                arguments["batch_size"] = int(values[2 * index + 1])
+            value: Any = values[2 * index].to(dtype)
+            if metric is not None:
+                logged = self._module.get_submodule(metric)
+                logged._forward_cache = value.to(torch.get_default_dtype())
+                value = logged
+            self._module.log(name, value, **arguments)
+
+
+def _identity(structure: Any) -> int:
+    return zlib.crc32(repr(structure).encode()) or 1

@@ -1,0 +1,171 @@
+"""One batch of one step, as the engine runs it over this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipeline.batch import Cut
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.gradients import GradientReducer
+from lightning_pipeline.logs import LogRecorder
+from lightning_pipeline.metrics import StepMetrics
+from lightning_pipeline.steps import Microbatch, Runner, TensorMeta
+from lightning_pipeline.steps.survey import patched
+
+
+@dataclass
+class StepPass:
+    """The work of one batch; see :class:`lightning_pipeline.engine.Work`.
+
+    Attributes:
+        microbatches: What runs, fillers included.
+        cut: How the batch's rows are dealt out.
+        trains: Whether there is a backward.
+        scale: Factor of every loss: 1 / accumulated batches, times the scale of 16-bit gradients.
+        runners: This rank's stages.
+        held: Parameters of each stage on this rank.
+        buffers: Buffers of each stage on this rank.
+        reducer: Told when a stage's gradients are there.
+        recorder: Takes the logs on the last stage.
+        metrics: Takes the calls of metrics on the last stage.
+        outputs: What the step returned for each microbatch with rows, on the last stage.
+        losses: Loss of each microbatch with rows, on the last stage of a training pass.
+    """
+
+    microbatches: list[Microbatch]
+    cut: Cut
+    trains: bool
+    scale: float | Tensor
+    runners: dict[int, Runner]
+    held: dict[int, list[nn.Parameter]]
+    buffers: dict[int, list[Tensor]]
+    reducer: GradientReducer
+    recorder: LogRecorder
+    metrics: StepMetrics
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.microbatches)
+
+    @property
+    def key(self) -> Hashable:
+        return tuple(id(microbatch.plan) for microbatch in self.microbatches)
+
+    def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
+        """Tensors that ``stage`` receives: its carried values, then the fingerprints."""
+        plan = self.microbatches[microbatch].plan
+        marks = TensorMeta((len(plan.calls),), torch.float64, False)
+        values = plan.boundary(stage)
+        if not self.trains:
+            values = [meta._replace(requires_grad=False) for meta in values]
+        return [*values, marks]
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
+        """Runs one stage on one microbatch; the loss on the last stage."""
+        if self.cut.is_filler(microbatch):
+            return self._fill(stage, microbatch, received)
+        item, runner = self.microbatches[microbatch], self.runners[stage]
+        if stage < item.plan.num_stages - 1:
+            return runner(item, received)[0]
+        rows = self.cut.sizes[microbatch]
+        self.recorder.rows = rows
+        self.metrics.begin(rows)
+        with patched(self.metrics.patches()):
+            returned = runner(item, received)[1]
+        self.outputs.append(returned)
+        return self._loss(item, returned)
+
+    def _fill(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
+        """Runs a microbatch of weight 0, of which nothing stays but gradients of zero."""
+        item = self.microbatches[microbatch]
+        saved = [(buffer, buffer.detach().clone()) for buffer in self.buffers[stage]]
+        values, returned = self.runners[stage](item, received)
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)
+        if stage < item.plan.num_stages - 1:
+            return values
+        return _loss_of(item, returned) if self.trains else torch.zeros(())
+
+    def _loss(self, item: Microbatch, returned: Any) -> Tensor:
+        if not self.trains:
+            return torch.zeros(())
+        loss = _loss_of(item, returned)
+        self.losses.append(loss.detach())
+        return loss
+
+    def loss_factor(self, microbatch: int) -> float | Tensor:
+        return self.scale * self.cut.share(microbatch)
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        return self.held[stage]
+
+    def finished(self, stage: int) -> None:
+        self.reducer.finished(stage)
+
+    def loss(self) -> Tensor | None:
+        """Mean loss over the batch, float64; ``None`` where it is not known."""
+        if not self.losses:
+            return None
+        shares = [self.cut.share(index) for index in range(len(self.losses))]
+        return sum(loss.double() * s for loss, s in zip(self.losses, shares, strict=True))  # type: ignore[return-value]
+
+    def output(self) -> Any:
+        """What the step would have returned for the whole batch, on the last stage."""
+        return merge_outputs(self.outputs, list(self.cut.sizes)) if self.outputs else None
+
+
+def _loss_of(item: Microbatch, returned: Any) -> Tensor:
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    step = item.plan.step
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"{step} must return a loss, a tensor or a dict with the key 'loss'; got "
+            f"{type(loss).__name__}. Skipping a batch by returning None is not possible when it is "
+            "cut into microbatches: return a loss multiplied by 0."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            f"The loss that {step} returned does not depend on any parameter through autograd. "
+            "Check that it is not detached or computed under torch.no_grad()."
+        )
+    if loss.numel() != 1:
+        raise StepError(
+            f"{step} must return a single number as loss, got shape {tuple(loss.shape)}. Return "
+            "its mean, e.g. loss.mean()."
+        )
+    return loss.reshape(())
+
+
+def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
+    """Joins what the step returned for each microbatch.
+
+    Rows are put together, single floating-point numbers averaged by their rows; of anything else
+    the list over the microbatches is given.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(outputs)
+    merged = [_merge(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return pytree.tree_unflatten(merged, flat[0][1])
+
+
+def _merge(leaves: tuple[Any, ...], sizes: list[int]) -> Any:
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        return first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves)
+    tensors = [leaf.detach() for leaf in leaves]
+    if first.ndim and all(len(t) == n for t, n in zip(tensors, sizes, strict=True)):
+        return torch.cat(tensors)
+    if not first.ndim and first.is_floating_point():
+        total = sum(t.double() * n for t, n in zip(tensors, sizes, strict=True)) / sum(sizes)
+        return total.to(first.dtype)  # type: ignore[union-attr]
+    return tensors

@@ -1,0 +1,113 @@
+"""A recorded call of a module: what it computes, in which order, and where it may be cut."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from lightning_pipeline.splitting.cost import Rates, seconds
+from lightning_pipeline.splitting.ir import Node, Value
+from lightning_pipeline.splitting.liveness import Liveness
+
+PLAIN_TYPES = (bool, int, float, str)
+"""Types of the module attributes that a recording burns in and that are cheap to compare."""
+
+
+class ChangedSetting(NamedTuple):
+    """A plain attribute that is no longer what the recording burnt in."""
+
+    module: str
+    attribute: str
+    then: object
+    now: object
+
+
+class Program:
+    """One recording of a module's forward, for one signature of its arguments and one mode.
+
+    A *piece* is a node that lives on one stage; the other nodes are local: cheap, made from the
+    call's arguments alone, and repeated wherever they are needed.
+
+    Args:
+        module: The recorded module; its submodules are called in place, nothing is copied.
+        nodes: All recorded calls in order.
+        values: All values, by id.
+        inputs: Pairs of position among the leaves of ``(args, kwargs)``, and value id.
+        outputs: Flat leaves of the output: a `ValueRef` for each tensor, else the object.
+        output_spec: Pytree spec of the output.
+        leaves: Names at which the recording stopped.
+        kept_whole: Reasons of the modules that could not be opened.
+        settings: Plain attributes ``(module, attribute, value)`` that are burnt in.
+        storage_names: Names of the state whose memory values may be views of.
+        rates: Speed of the device.
+
+    Attributes:
+        num_pieces: Number of pieces, N.
+        reads: For each piece, names of the parameters and buffers that it uses.
+        writes: For each piece, names of those that it writes in place.
+        legal: bool [N + 1], whether a stage may begin before piece p.
+        live: [N + 1], ids of the values carried over the cut before piece p.
+        bytes_at: float [N + 1], bytes of these values.
+        cost: float [N], seconds of forward and, where gradients flow, backward.
+        piece_names: Dotted name of each piece's module.
+        draws_outside_torch: Whether a module was kept whole because its forward draws from
+            Python's or NumPy's generator.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        nodes: list[Node],
+        values: list[Value],
+        inputs: list[tuple[int, int]],
+        outputs: list[Any],
+        output_spec: Any,
+        *,
+        leaves: frozenset[str],
+        kept_whole: dict[str, str],
+        settings: tuple[tuple[str, str, object], ...],
+        storage_names: dict[int, str],
+        rates: Rates,
+        draws_outside_torch: bool = False,
+    ) -> None:
+        self.module, self.nodes, self.values, self.inputs = module, nodes, values, inputs
+        self.output_metas, self.output_spec = outputs, output_spec
+        self.leaves, self.kept_whole, self.settings = leaves, kept_whole, settings
+        self.draws_outside_torch = draws_outside_torch
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        flow = Liveness(nodes, values, inputs, outputs, parameters, storage_names)
+        self.pieces, self.legal, self.live = flow.pieces, flow.legal, flow.live
+        self.reads, self.writes = flow.reads, flow.writes
+        self.num_pieces = len(self.pieces)
+        placed = [nodes[index] for index in self.pieces]
+        self.piece_names = [node.name for node in placed]
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.cost = np.array([self._seconds(node, rates, trained) for node in placed], float)
+        nbytes = [sum(values[value].nbytes for value in alive) for alive in self.live]
+        self.bytes_at = np.array(nbytes, float)
+
+    def _seconds(self, node: Node, rates: Rates, trained: set[str]) -> float:
+        """Forward time, times one more for each of the two gradients that backward computes."""
+        values = self.values
+        factor = 1
+        if any(values[value].requires_grad for _, value in node.outputs) or node.writes:
+            to_inputs = any(values[value].requires_grad for value in node.operands)
+            to_weights = any(name in trained for name in node.state)
+            factor = 1 + to_inputs + (to_weights or not node.state)
+        return factor * seconds(node.flops, node.bytes, rates)
+
+    def changed_settings(self) -> list[ChangedSetting]:
+        """Plain attributes of opened modules that differ from those at the recording."""
+        modules: dict[str, nn.Module] = {}
+        changed = []
+        for name, attribute, then in self.settings:
+            if name not in modules:
+                modules[name] = self.module.get_submodule(name)
+            now = modules[name].__dict__.get(attribute)
+            # NaN is equal to nothing, itself included
+            same = type(now) is type(then) and (now == then or (now != now and then != then))
+            if not same:
+                changed.append(ChangedSetting(name, attribute, then, now))
+        return changed

@@ -1,0 +1,377 @@
+"""Running a forward once on stand-ins and writing down what its opened modules do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.splitting.ambient import ambient_settings, changed
+from lightning_pipeline.splitting.cost import CostMode, module_hooks
+from lightning_pipeline.splitting.frames import (
+    checkpoint_arguments,
+    checkpointed_module,
+    error_location,
+    user_location,
+)
+from lightning_pipeline.splitting.ir import Node
+from lightning_pipeline.splitting.sandbox import Sandbox
+from lightning_pipeline.splitting.tape import (
+    CONSTANT_TYPES,
+    Before,
+    Tape,
+    is_written,
+    mark,
+)
+from lightning_pipeline.splitting.torch_private import (
+    VALUE_DEPENDENT,
+    CheckpointFunction,
+    noop_context_fn,
+    pytree,
+    saved_tensor_hooks,
+)
+from lightning_pipeline.splitting.trial import TrialError, trial_run
+
+REFUSED_METHODS = {
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "backward",
+    "numpy",
+    "resize_",
+}
+WITHOUT_EFFECT = {"retain_grad", "share_memory_"}
+MOVE_CODE = "Move this code into a submodule of its own, which then stays whole"
+
+
+class AutogradFunction:
+    """``function.apply`` as one node: looking through it would lose its backward."""
+
+    def __init__(self, function: type[Any]) -> None:
+        self.function = function
+        self.__name__ = f"{function.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def outside_state() -> tuple[Any, ...]:
+    """State of the random generators that torch does not know of."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), position
+
+
+class Recorder(TorchFunctionMode):
+    """Records operations of opened modules, and calls of the modules that are leaves.
+
+    Args:
+        sandbox: Stand-ins of the module's weights.
+        cost: Counts operations; it must be entered before the recorder.
+        leaves: Dotted names of the submodules that stay whole.
+    """
+
+    def __init__(self, sandbox: Sandbox, cost: CostMode, leaves: frozenset[str]) -> None:
+        super().__init__()
+        self.sandbox, self.cost, self.leaves = sandbox, cost, leaves
+        self.tape = Tape(sandbox, cost)
+        self.called_leaves: set[str] = set()
+        self.off = False
+        self.start = ambient_settings()
+        self.start_hooks = saved_tensor_hooks()
+        self.outside = outside_state()
+
+    def record(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run ``forward`` as the outermost module's own code."""
+        out = self._open("", lambda: forward(*args, **kwargs))
+        self._check_side_effects()
+        return out
+
+    # ---- operations of opened modules
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        args, kwargs = self._with_stand_ins(args, kwargs or {})
+        if self.off:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in REFUSED_METHODS:
+            raise self.tape.fail(f"Tensor.{name} cannot be recorded", MOVE_CODE)
+        if name == "__set__":
+            raise self.tape.fail("it assigns to an attribute of a tensor", MOVE_CODE)
+        before = Before(self.cost, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except VALUE_DEPENDENT as error:
+            raise self._value_dependent(error) from error
+        if name in WITHOUT_EFFECT:
+            return out
+        return self._operation(func, args, kwargs, out, before)
+
+    def _with_stand_ins(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Weights that were reached by another way than their module, a list say."""
+        originals = self.sandbox.stand_ins
+        if not any(id(arg) in originals for arg in pytree.tree_leaves((args, kwargs))):
+            return args, kwargs
+        return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), (args, kwargs))
+
+    def _operation(self, func: Any, args: tuple, kwargs: dict, out: Any, before: Before) -> Any:
+        has_output = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out))
+        if not has_output and not before.written():
+            return out  # a shape, a device: concrete, since a recording is for one signature
+        return self._emit(func, args, kwargs, out, before)
+
+    def on_function(
+        self, original: Callable[..., Any], function: type[Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Record a custom autograd function as one node."""
+        if self.off:
+            return original(*args, **kwargs)
+        if function is CheckpointFunction:
+            raise self.tape.fail(
+                "it runs torch.utils.checkpoint with use_reentrant=True",
+                "Pass use_reentrant=False",
+            )
+        before = Before(self.cost, args, kwargs)
+        self.off = True
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self.off = False
+        return self._operation(AutogradFunction(function), args, kwargs, out, before)
+
+    def _emit(
+        self, target: Any, args: tuple, kwargs: dict, out: Any, before: Before, **extra: Any
+    ) -> Any:
+        tape = self.tape
+        self._check_draws(tape.stack[-1])
+        ambient = ambient_settings()
+        node = Node(
+            target=target,
+            args=tape.template(tuple(args)),
+            kwargs=tape.template(dict(kwargs)),
+            single=isinstance(out, Tensor),
+            where=tape.stack[-1],
+            location=user_location(),
+            ambient=changed(ambient, self.start),
+            checkpoint=self._checkpoint(target, ambient),
+            **extra,
+        )
+        return tape.add(node, before, out, self._silent_view)
+
+    def _silent_view(self, tensor: Tensor) -> Tensor:
+        off, self.off = self.off, True
+        try:
+            return tensor.view_as(tensor)
+        finally:
+            self.off = off
+
+    def _checkpoint(self, target: Any, ambient: tuple) -> dict[str, Any] | None:
+        """Arguments of the checkpoint around this call; it must be around nothing else."""
+        hooks = saved_tensor_hooks()
+        if hooks is self.start_hooks and ambient[0] == self.start[0]:
+            return None
+        found = checkpoint_arguments(Recorder.record.__code__)
+        if found is None:
+            if hooks is not self.start_hooks:
+                raise self.tape.fail("it runs under saved-tensor hooks", MOVE_CODE)
+            return None
+        module = checkpointed_module(found["function"])
+        is_leaf = isinstance(target, str) and self.sandbox.module.get_submodule(target) is module
+        if not is_leaf or found["use_reentrant"] is not False:
+            raise self.tape.fail(
+                "it runs torch.utils.checkpoint over more than one call of a submodule",
+                "Checkpoint submodules one by one, with use_reentrant=False",
+            )
+        arguments = {"use_reentrant": False, "preserve_rng_state": found.get("preserve", True)}
+        if found["context_fn"] is not noop_context_fn:
+            arguments["context_fn"] = found["context_fn"]
+        return arguments
+
+    # ---- calls of modules
+
+    def on_call(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        """Record a leaf, look into any other submodule."""
+        name = self.sandbox.names.get(id(module))
+        if name is None or (not self.off and self.tape.stack[-1] == name):
+            return original(module, *args, **kwargs)
+        if self.off:
+            return self._inside(name, original, module, args, kwargs)
+        self._check_draws(self.tape.stack[-1])
+        if name in self.leaves:
+            return self._leaf(name, original, module, args, kwargs)
+        return self._open(name, lambda: original(module, *args, **kwargs))
+
+    def _open(self, name: str, run: Callable[[], Any]) -> Any:
+        self.tape.stack.append(name)
+        try:
+            out = run()
+            self._check_draws(name)
+            return out
+        except SplitError:
+            raise
+        except VALUE_DEPENDENT as error:
+            raise self._value_dependent(error, name) from error
+        except Exception as error:
+            raise self.tape.fail(
+                f"it raised {type(error).__name__}: {error}",
+                "If it runs by itself, keep this code in a submodule of its own",
+                error_location(error),
+                name,
+            ) from error
+        finally:
+            self.tape.stack.pop()
+
+    def _inside(
+        self, name: str, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        self.cost.inside.append(name)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self.cost.inside.pop()
+
+    def _leaf(
+        self, name: str, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        tape, sandbox = self.tape, self.sandbox
+        self.called_leaves.add(name)
+        tape.template((args, kwargs))
+        before, spec = Before(self.cost, args, kwargs), pytree.tree_structure((args, kwargs))
+        state = sandbox.state_of(module)
+        marks = [mark(item.tensor) for item in state]
+        self.off = True
+        try:
+            out = self._inside(name, original, module, args, kwargs)
+        except SplitError:
+            raise
+        except Exception as error:
+            out = self._trial(name, original, module, args, kwargs, error)
+        finally:
+            self.off = False
+        if pytree.tree_structure((args, kwargs)) != spec:
+            raise tape.fail(
+                f"submodule {name!r} changes a list or dict that it was given",
+                "Let it return what it adds",
+            )
+        tape.template((args, kwargs))
+        self._check_output(name, out)
+        writes = [
+            sandbox.entry_names[id(item.owner), item.key]
+            for item, m in zip(state, marks, strict=True)
+            if item.entries.get(item.key) is not item.tensor
+            or is_written(item.tensor, m, self.cost)
+        ]
+        for item in state:  # a buffer that was bound anew keeps its identity
+            item.entries[item.key] = item.tensor
+        outside, self.outside = self.outside, outside_state()
+        reads = [sandbox.entry_names[id(item.owner), item.key] for item in state]
+        return self._emit(
+            name,
+            args,
+            kwargs,
+            out,
+            before,
+            state=tuple(dict.fromkeys(reads)),
+            state_writes=tuple(dict.fromkeys(writes)),
+            random=outside != self.outside,
+            has_hooks=any(module_hooks(child) for child in module.modules()),
+        )
+
+    def _trial(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        cause: Exception,
+    ) -> Any:
+        try:
+            return trial_run(self.sandbox, self.cost, original, module, args, kwargs)
+        except Exception as error:
+            raise self.tape.fail(
+                f"submodule {name!r} runs neither on stand-ins ({type(cause).__name__}: {cause}) "
+                f"nor on made-up data ({type(error).__name__}: {error})",
+                "Let the shape of a module's output follow from the shapes of its arguments"
+                if isinstance(error, TrialError)
+                else "See whether the module runs by itself",
+                error_location(cause),
+            ) from cause
+
+    def _check_output(self, name: str, out: Any) -> None:
+        for leaf in pytree.tree_leaves(out):
+            if not isinstance(leaf, (Tensor, *CONSTANT_TYPES)):
+                raise self.tape.fail(
+                    f"submodule {name!r} returns an object of type {type(leaf).__name__}",
+                    "Return tensors (for a cache of Hugging Face: use_cache=False)",
+                )
+
+    # ---- what would be lost or frozen
+
+    def on_assign(self, module: nn.Module, attribute: str, value: object) -> None:
+        """Refuse to open modules whose own forward binds state anew or counts."""
+        name = self.sandbox.names.get(id(module))
+        if self.off or name is None or not self.tape.stack:
+            return
+        for entries in (module._parameters, module._buffers):
+            if entries.get(attribute, value) is not value:
+                raise self.tape.fail(
+                    f"it binds {attribute!r} of {name or 'itself'!r} to a new tensor",
+                    f"Write in place: `self.{attribute}.copy_(...)`",
+                )
+        old = module.__dict__.get(attribute)
+        if type(old) in (int, float) and type(value) in (int, float) and old != value:
+            raise self.tape.fail(
+                f"it changes the number {attribute!r} of {name or 'itself'!r} from {old} to "
+                f"{value}, which a recording would do only once",
+                f"Keep it as a buffer and write `self.{attribute}.add_(1)`, or change it in a hook",
+            )
+
+    def _check_draws(self, name: str) -> None:
+        state = outside_state()
+        if state == self.outside:
+            return
+        self.outside = state
+        error = self.tape.fail(
+            "it draws from Python's or NumPy's random generator, which a recording would freeze",
+            "Draw with torch inside a submodule, or move this code into one",
+            module=name,
+        )
+        error.draws = True
+        raise error
+
+    def _check_side_effects(self) -> None:
+        for item, _ in self.sandbox.rebound():
+            owner = self.sandbox.names[id(item.owner)]
+            if not self.is_whole(owner):
+                raise self.tape.fail(
+                    f"it binds {item.name!r} to a new tensor",
+                    "Write in place: `copy_`",
+                    module=owner,
+                )
+        for owner, attribute in self.sandbox.changed_lists():
+            if not self.is_whole(owner):
+                raise self.tape.fail(
+                    f"its forward changes {attribute!r}, which a recording would do only once",
+                    "Return what it collects",
+                    module=owner,
+                )
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a module is, or is inside, a submodule that was called as a leaf."""
+        return any(name == leaf or name.startswith(f"{leaf}.") for leaf in self.called_leaves)
+
+    def _value_dependent(self, error: Exception, name: str | None = None) -> SplitError:
+        return self.tape.fail(
+            f"its forward depends on the values of tensors ({error})",
+            MOVE_CODE,
+            error_location(error) if name is not None else None,
+            name,
+        )

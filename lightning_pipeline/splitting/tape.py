@@ -1,0 +1,236 @@
+"""Identities of tensors during a recording, and the list of nodes that it writes."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.splitting.cost import CostMode
+from lightning_pipeline.splitting.frames import user_location
+from lightning_pipeline.splitting.ir import Node, StateRef, TreeRef, Value, ValueRef, state_refs
+from lightning_pipeline.splitting.sandbox import Sandbox
+from lightning_pipeline.splitting.torch_private import pytree, storage_of
+
+CONSTANT_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    enum.Enum,
+    range,
+    type,
+    type(...),
+    np.generic,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    nn.Module,
+    torch.Generator,
+)
+
+SEARCH_DEPTH = 4
+"""How deep an unknown object is searched for tensors."""
+
+
+class RecordingError(SplitError):
+    """A module cannot be opened; what the caller of the recording may do about it.
+
+    Attributes:
+        made_in: Submodule that made a tensor which left it by another way than its return value.
+        draws: Whether the module draws from Python's or NumPy's generator.
+    """
+
+    made_in: str | None = None
+    draws: bool = False
+
+
+class Before:
+    """The tensors that a call is given, and how they were before it."""
+
+    def __init__(self, cost: CostMode, args: tuple, kwargs: dict) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.tensors = [t for t in leaves if isinstance(t, Tensor)]
+        self.marks = [mark(t) for t in self.tensors]
+        self.cost, self.flops, self.bytes = cost, cost.flops, cost.bytes
+        cost.random = False
+        cost.written.clear()
+
+    def written(self) -> list[Tensor]:
+        """Those that the call wrote to, or whose requires_grad it changed."""
+        changed = zip(self.tensors, self.marks, strict=True)
+        return [t for t, m in changed if is_written(t, m, self.cost)]
+
+
+def mark(tensor: Tensor) -> tuple[int, bool]:
+    """A value that changes when ``tensor`` is written in place."""
+    return -1 if tensor.is_inference() else tensor._version, tensor.requires_grad
+
+
+def is_written(tensor: Tensor, before: tuple[int, bool], cost: CostMode) -> bool:
+    """Whether ``tensor`` was written since its mark; inference tensors count no versions."""
+    if tensor.is_inference() and storage_of(tensor) in cost.written:
+        return True
+    return mark(tensor) != before
+
+
+class Tape:
+    """Values, nodes and references of one recording.
+
+    Every tensor that was seen is kept alive to the end, because ids are reused.
+
+    Attributes:
+        stack: Dotted names of the opened modules that run at the moment.
+    """
+
+    def __init__(self, sandbox: Sandbox, cost: CostMode) -> None:
+        self.sandbox, self.cost = sandbox, cost
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.tensors: list[Tensor] = []
+        self.stack: list[str] = []
+        self.refs: dict[int, ValueRef | StateRef] = {}
+        for stand_in in sandbox.stand_ins.values():
+            self.refs[id(stand_in)] = StateRef(sandbox.state_names[id(stand_in)])
+
+    def fail(
+        self,
+        reason: str,
+        cure: str,
+        location: tuple[str, int] | None = None,
+        module: str | None = None,
+    ) -> RecordingError:
+        """The error to raise for the module that is running, at the line that is running."""
+        where = module if module is not None else self.stack[-1] if self.stack else ""
+        return RecordingError(where, reason, cure, location or user_location())
+
+    def new_value(self, tensor: Tensor, node: int) -> int:
+        """Give ``tensor`` an identity; -1 as ``node`` stands for an input."""
+        number = len(self.values)
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        self.values.append(Value(node, shape, dtype, tensor.requires_grad, storage_of(tensor)))
+        self.refs[id(tensor)] = ValueRef(number)
+        self.tensors.append(tensor)
+        return number
+
+    def refresh(self) -> None:
+        """Take over what in-place operations changed after a value was made."""
+        for value, tensor in zip(self.values, self.tensors, strict=True):
+            value.requires_grad = tensor.requires_grad
+
+    def template(self, x: Any) -> Any:
+        """``x`` with each tensor replaced by the reference that finds it at run time."""
+        if isinstance(x, Tensor):
+            return self._tensor_template(x)
+        if type(x) in (list, tuple):
+            return type(x)(self.template(part) for part in x)
+        if type(x) is dict:
+            return {key: self.template(part) for key, part in x.items()}
+        if isinstance(x, slice):
+            return slice(*(self.template(part) for part in (x.start, x.stop, x.step)))
+        if isinstance(x, CONSTANT_TYPES):
+            return x
+        leaves, spec = pytree.tree_flatten(x)
+        if not (len(leaves) == 1 and leaves[0] is x):
+            return TreeRef([self.template(leaf) for leaf in leaves], spec)
+        if holds_tensor(x):
+            raise self.fail(
+                f"an object of type {type(x).__name__} carries tensors between modules",
+                "Pass the tensors themselves (for a cache of Hugging Face: use_cache=False)",
+            )
+        return x
+
+    def _tensor_template(self, tensor: Tensor) -> Any:
+        ref = self.refs.get(id(tensor))
+        if ref is None and id(tensor) in self.sandbox.stand_ins:
+            ref = self.refs[id(self.sandbox.stand_ins[id(tensor)])]
+        if ref is not None:
+            return ref
+        if not self.sandbox.is_lost(tensor):
+            return tensor  # it existed before: a constant
+        made_in = self.cost.made.get(id(tensor))
+        source = f"submodule {made_in!r}" if made_in else "an operation that cannot be followed"
+        error = self.fail(
+            f"it uses a tensor that came out of {source} by another way than a return value "
+            "(stored on an object, collected by a hook, or computed by autograd)",
+            "Return the tensor from the module that makes it",
+        )
+        error.made_in = made_in
+        raise error
+
+    def add(self, node: Node, before: Before, out: Any, view: Callable[[Tensor], Tensor]) -> Any:
+        """Append ``node`` with the outputs that are found in ``out``.
+
+        Args:
+            node: The node, complete but for its outputs, its costs and what it writes.
+            before: State of its arguments before the call.
+            out: What the call returned.
+            view: Makes a view of a tensor without recording it.
+
+        Returns:
+            ``out``, with new tensors in place of those that were known before: a call that does
+            nothing now (dropout in evaluation) must not make its users skip it.
+        """
+        written = before.written()
+        self._note_writes(node, written)
+        node.random |= self.cost.random
+        node.flops = self.cost.flops - before.flops
+        node.bytes = self.cost.bytes - before.bytes
+        leaves, spec = pytree.tree_flatten(out)
+        known = {id(t) for t in before.tensors}
+        dirty = {storage_of(t) for t in written}
+        replaced = False
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if id(leaf) in known or id(leaf) in self.refs:
+                if storage_of(leaf) in dirty:
+                    continue  # written in place: still the same value
+                leaf = leaves[position] = view(leaf)
+                replaced = True
+            node.outputs.append((position, self.new_value(leaf, len(self.nodes))))
+        self.nodes.append(node)
+        return pytree.tree_unflatten(leaves, spec) if replaced else out
+
+    def _note_writes(self, node: Node, written: list[Tensor]) -> None:
+        names, storages = set(node.state_writes), set()
+        for tensor in written:
+            ref = self.refs.get(id(tensor))
+            storage = storage_of(tensor)
+            if isinstance(ref, StateRef):
+                names.add(ref.name)
+                continue
+            storages.add(storage)
+            if storage in self.sandbox.storage_names:  # through a view
+                names.add(self.sandbox.storage_names[storage])
+        node.writes = frozenset(storages)
+        node.state_writes = tuple(sorted(names))
+        used = [ref.name for ref in state_refs((node.args, node.kwargs))]
+        node.state = tuple(dict.fromkeys(itertools.chain(used, node.state, names)))
+
+
+def holds_tensor(x: object, depth: int = SEARCH_DEPTH) -> bool:
+    """Whether a tensor can be reached from ``x`` through attributes and containers."""
+    if isinstance(x, Tensor):
+        return True
+    if depth == 0 or isinstance(x, CONSTANT_TYPES):
+        return False
+    if isinstance(x, dict):
+        return any(holds_tensor(part, depth - 1) for part in x.values())
+    if isinstance(x, (list, tuple, set)):
+        return any(holds_tensor(part, depth - 1) for part in x)
+    return any(holds_tensor(part, depth - 1) for part in getattr(x, "__dict__", {}).values())

@@ -1,0 +1,90 @@
+"""The private names of torch that splitting needs, in one place; tested with torch 2.13."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+
+import torch
+from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch._utils import _rebuild_meta_tensor_no_storage
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoint_module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+__all__ = [
+    "CHECKPOINT_CODE",
+    "TORCH_DIRECTORY",
+    "VALUE_DEPENDENT",
+    "CheckpointFunction",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "disable_current_modes",
+    "flop_registry",
+    "flush_flat_weights",
+    "noop_context_fn",
+    "pytree",
+    "rebuild_meta_tensor",
+    "saved_tensor_hooks",
+    "sdpa_flop_count",
+    "single_level_function",
+    "storage_of",
+    "swap_tensors",
+]
+
+VALUE_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+"""What fake tensors raise when code asks for the values that they do not have."""
+
+TORCH_DIRECTORY: str = torch.__path__[0]
+CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint).__code__
+single_level_function = _SingleLevelFunction
+rebuild_meta_tensor = _rebuild_meta_tensor_no_storage
+disable_current_modes = _disable_current_modes
+
+
+def saved_tensor_hooks() -> object | None:
+    """The innermost pair of saved-tensor hooks in force, checkpointing's among them."""
+    return _top_saved_tensors_default_hooks(True)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors share if, and only if, they share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def flush_flat_weights(module: nn.Module) -> None:
+    """Make an RNN's flat list of weights follow its ``_parameters``; nothing for other modules."""
+    if isinstance(module, nn.RNNBase):
+        names = module._flat_weights_names
+        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]
+
+
+def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange two tensors while each keeps its identity.
+
+    ``torch.utils.swap_tensors`` refuses tensors that have weak references, as the weights of an
+    RNN have; those point at the Python object, which stays.
+    """
+    if not weakref.getweakrefs(first):
+        torch.utils.swap_tensors(first, second)
+        return
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    torch._C._swap_tensor_impl(first, second)

@@ -1,0 +1,155 @@
+"""Learning a module's output by running it for real, alone, on made-up data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.splitting.cost import CostMode
+from lightning_pipeline.splitting.sandbox import Sandbox
+from lightning_pipeline.splitting.state import StateItem
+from lightning_pipeline.splitting.torch_private import (
+    FakeTensor,
+    disable_current_modes,
+    flush_flat_weights,
+    pytree,
+)
+
+SMALL = 0.02
+"""Scale of made-up weights, the usual one of an initialisation."""
+
+
+class TrialError(RuntimeError):
+    """A module runs neither on stand-ins nor on made-up data."""
+
+
+def trial_run(
+    sandbox: Sandbox,
+    cost: CostMode,
+    run: Callable[..., Any],
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Run ``module`` on copies of its weights and made-up arguments; return stand-ins.
+
+    It runs twice. What depends on the values, a shape or a Python number, must be the same both
+    times, since it becomes part of the recording. Weights that are elsewhere are made up.
+
+    Args:
+        sandbox: The open sandbox around the recorded module.
+        cost: Counts the operations of the first run.
+        run: Called as ``run(module, *args, **kwargs)``.
+        module: The module whose inside needs values.
+        args: Arguments, stand-ins among them.
+        kwargs: Keyword arguments likewise.
+
+    Raises:
+        TrialError: The two runs disagree.
+        Exception: Whatever ``run`` raises on made-up data.
+    """
+    state = sandbox.state_of(module)
+    attributes = [(child, dict(child.__dict__)) for child in module.modules()]
+    devices = [sandbox.device] if sandbox.device.type == "cuda" else []
+    outs = []
+    with disable_current_modes(), torch.random.fork_rng(devices=devices), torch.no_grad():
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            try:
+                _fill(sandbox, state)
+                real_args, real_kwargs = pytree.tree_map(_made_up(sandbox), (args, kwargs))
+                if seed == 0:
+                    with cost:
+                        outs.append(run(module, *real_args, **real_kwargs))
+                else:
+                    outs.append(run(module, *real_args, **real_kwargs))
+            finally:
+                _empty(state)
+    _poison(sandbox, attributes)
+    first, second = (_summary(out) for out in outs)
+    if first != second:
+        raise TrialError("the shape of its output, or a number in it, depends on values")
+    inputs = itertools.chain(pytree.tree_leaves((args, kwargs)), (item.tensor for item in state))
+    trained = any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+    needs_grad = torch.is_grad_enabled() and trained
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        fake = sandbox.stand_in_for(leaf.detach())
+        return fake.requires_grad_(needs_grad and fake.dtype.is_floating_point)
+
+    return pytree.tree_map(stand_in, outs[0])
+
+
+def _made_up(sandbox: Sandbox) -> Callable[[Any], Any]:
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape, dtype, device = leaf.shape, leaf.dtype, sandbox.device
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = torch.complex64 if dtype.is_complex else torch.float32
+            return torch.randn(shape, dtype=wide, device=device).to(dtype)
+        if dtype is torch.bool:
+            return torch.ones(shape, dtype=dtype, device=device)
+        # zero is a valid index of everything
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return make
+
+
+def _fill(sandbox: Sandbox, state: list[StateItem]) -> None:
+    make = _made_up(sandbox)
+    values: dict[int, Tensor] = {}
+    for item in state:
+        original = sandbox.originals.get(id(item.tensor), item.tensor)
+        if id(item.tensor) not in values:
+            if not original.is_meta:
+                value = original.detach().to(sandbox.device, copy=True)
+            else:
+                value = make(item.tensor)
+                value = value * SMALL if value.is_floating_point() else value
+            is_parameter = isinstance(item.tensor, nn.Parameter)
+            values[id(item.tensor)] = nn.Parameter(value, False) if is_parameter else value
+        item.entries[item.key] = values[id(item.tensor)]
+    for item in state:
+        flush_flat_weights(item.owner)
+
+
+def _empty(state: list[StateItem]) -> None:
+    for item in state:
+        item.entries[item.key] = item.tensor
+    for item in state:
+        flush_flat_weights(item.owner)
+
+
+def _poison(sandbox: Sandbox, attributes: list[tuple[nn.Module, dict]]) -> None:
+    """Whatever the runs left on modules was computed from made-up data: nobody may use it."""
+
+    def poison(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+            return sandbox.stand_in_for(leaf.detach())
+        return leaf
+
+    for module, before in attributes:
+        for key, value in list(module.__dict__.items()):
+            # the flat weights of an RNN have just been put back
+            if value is not before.get(key) and key != "_flat_weights":
+                module.__dict__[key] = pytree.tree_map(poison, value)
+
+
+def _summary(out: Any) -> tuple[str, list[Any]]:
+    leaves, spec = pytree.tree_flatten(out)
+    parts = [
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, (bool, int, float, str, type(None)))
+        else type(leaf)
+        for leaf in leaves
+    ]
+    return str(spec), parts

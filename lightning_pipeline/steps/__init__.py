@@ -1,0 +1,33 @@
+"""The user's step: its calls surveyed, placed on stages, and run part by part."""
+
+from lightning_pipeline.steps.analyst import Analyst
+from lightning_pipeline.steps.pending import TensorMeta
+from lightning_pipeline.steps.plan import (
+    PartitionSpec,
+    Placement,
+    StepPlan,
+    describe_calls,
+    place,
+    plan_step,
+)
+from lightning_pipeline.steps.runner import Microbatch, Runner
+from lightning_pipeline.steps.streams import mix, stream
+from lightning_pipeline.steps.survey import Survey, silenced, survey
+
+__all__ = [
+    "Analyst",
+    "Microbatch",
+    "PartitionSpec",
+    "Placement",
+    "Runner",
+    "StepPlan",
+    "Survey",
+    "TensorMeta",
+    "describe_calls",
+    "mix",
+    "place",
+    "plan_step",
+    "silenced",
+    "stream",
+    "survey",
+]

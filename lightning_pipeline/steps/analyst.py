@@ -1,0 +1,190 @@
+"""Records and prices the modules that a step calls, once per signature."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.splitting import (
+    Program,
+    ValueRef,
+    canonical_names,
+    record,
+    state_items,
+)
+from lightning_pipeline.splitting.ambient import ambient_settings
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+Signature = tuple[str, tuple[Any, ...]]
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """Structure of a call's arguments: shapes of tensors, plain values, types of all else."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(value.shape), value.dtype, value.requires_grad
+        return value if isinstance(value, _PLAIN) else type(value)
+
+    return str(spec), tuple(leaf(value) for value in leaves)
+
+
+@dataclass
+class Analysis:
+    """What is known of a call.
+
+    Attributes:
+        program: Its recording, ``None`` if it cannot be recorded.
+        cuttable: Whether the recording may be cut.
+        cost: Seconds of each piece.
+        reads: Parameters and buffers of each piece, by their names in the LightningModule.
+        writes: Buffers that it writes.
+        reason: Why it cannot be recorded.
+    """
+
+    program: Program | None
+    cuttable: bool
+    cost: list[float]
+    reads: list[frozenset[str]]
+    writes: frozenset[str]
+    reason: SplitError | None = None
+
+    def made_up_output(self, name: str, device: torch.device) -> Any:
+        """Values of the output's shapes, for a rank that does not hold the weights."""
+        if self.program is None:
+            assert self.reason is not None
+            raise SplitError(
+                name,
+                "it has to be planned for a new input signature after its weights were placed, "
+                f"and it cannot be recorded ({self.reason.reason})",
+                "Give all batches the same shape, or move the code at fault into a submodule.",
+                self.reason.location,
+            )
+        program = self.program
+
+        def leaf(output: Any) -> Any:
+            if not isinstance(output, ValueRef):
+                return output
+            value = program.values[output.id]
+            ones = torch.ones(value.shape, dtype=value.dtype, device=device)
+            return ones.requires_grad_(value.requires_grad)
+
+        return pytree.tree_unflatten(map(leaf, program.output_metas), program.output_spec)
+
+
+class Analyst:
+    """Recordings of a LightningModule's called modules.
+
+    Args:
+        root: The LightningModule.
+        num_stages: Number of stages that the pieces must be small enough for.
+        device: Device that the recorded code runs on.
+    """
+
+    def __init__(self, root: nn.Module, num_stages: int, device: torch.device) -> None:
+        self._root, self._num_stages, self._device = root, num_stages, device
+        self._canonical = canonical_names(root)
+        self._memo: dict[Any, tuple[nn.Module, Analysis]] = {}
+        self._leaves: dict[tuple[str, bool], frozenset[str]] = {}
+
+    def ambient(self) -> tuple[Any, ...]:
+        """Autograd and autocast state of this moment."""
+        return ambient_settings()
+
+    def analyse(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Analysis:
+        """The pieces of ``module(*args, **kwargs)``; see :class:`Analysis`."""
+        checkpointing = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        modes = tuple(child.training for child in module.modules())
+        settings = plain_settings(module)
+        key = (name, signature_of(args, kwargs), modes, self.ambient(), checkpointing, settings)
+        if key not in self._memo:
+            found = self._record(name, module, forward, args, kwargs, checkpointing)
+            self._memo[key] = (module, found)
+        return self._memo[key][1]
+
+    def _record(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        checkpointing: bool,
+    ) -> Analysis:
+        try:
+            program = record(
+                module,
+                args,
+                kwargs,
+                forward=forward,
+                num_stages=self._num_stages,
+                leaves=self._leaves.get((name, module.training)),
+                device=self._device,
+            )
+        except SplitError as error:
+            if not name:
+                raise
+            warnings.warn(f"{name} stays in one piece. {error}", stacklevel=2)
+            return self._whole(name, module, None, self._weight_cost(module), error)
+        self._leaves[name, module.training] = program.leaves
+        # An object among the arguments may change unseen, and the recomputation of a checkpoint
+        # around the call needs all of it.
+        leaves = pytree.tree_leaves((args, kwargs))
+        opaque = any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        has_children = next(module.children(), None) is not None
+        if checkpointing or opaque or not has_children or not program.num_pieces:
+            return self._whole(name, module, program, float(sum(program.cost)), None)
+        return Analysis(
+            program,
+            True,
+            [float(cost) for cost in program.cost],
+            [self._names(name, piece) for piece in program.reads],
+            self._names(name, frozenset().union(*program.writes)),
+        )
+
+    def _whole(
+        self,
+        name: str,
+        module: nn.Module,
+        program: Program | None,
+        cost: float,
+        reason: SplitError | None,
+    ) -> Analysis:
+        state = frozenset(entry for _, _, _, entry, _ in state_items(module))
+        buffers = frozenset(entry for entry, _ in module.named_buffers(remove_duplicate=False))
+        writes = self._names(name, buffers if module.training else frozenset())
+        return Analysis(program, False, [cost], [self._names(name, state)], writes, reason)
+
+    def _names(self, name: str, entries: frozenset[str]) -> frozenset[str]:
+        prefix = f"{name}." if name else ""
+        return frozenset(self._canonical[prefix + entry] for entry in entries)
+
+    @staticmethod
+    def _weight_cost(module: nn.Module) -> float:
+        """A guess for a module that cannot be recorded: reading its weights once."""
+        return sum(tensor.numel() * 8e-10 for *_, tensor in state_items(module))
+
+
+def plain_settings(module: nn.Module) -> tuple[Any, ...]:
+    """Plain attributes of all modules below, which a recording burns in."""
+    return tuple(
+        (name, key, value)
+        for name, child in module.named_modules()
+        for key, value in child.__dict__.items()
+        if type(value) in (bool, int, float, str) and key != "training"
+    )

@@ -1,0 +1,313 @@
+"""Runs one stage's part of the user's step on one microbatch.
+
+Every call of a module with weights is answered (it ended on an earlier stage), run (here), run in
+part (it is cut) or left pending (it ends on a later stage). Behind the last call in which the stage
+has a part the step is stopped by a private BaseException; on the last stage it runs to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.steps.analyst import _PLAIN, signature_of
+from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
+from lightning_pipeline.steps.plan import StepPlan, describe_calls
+from lightning_pipeline.steps.streams import mix, stream
+from lightning_pipeline.steps.survey import Call, copied, patched, silenced, targets
+
+_SAMPLES = 16
+
+
+class StageDone(BaseException):
+    """Stops the user's step; no Exception, so that `except Exception` does not catch it."""
+
+
+@dataclass
+class Microbatch:
+    """One microbatch of a pass.
+
+    Attributes:
+        batch: The step's first argument.
+        rest: Its further arguments.
+        plan: What each stage does with it.
+        seed: Seed of the step's random numbers, equal on every stage.
+        log: Replaces ``LightningModule.log`` on the last stage.
+    """
+
+    batch: Any
+    rest: tuple[Any, ...]
+    plan: StepPlan
+    seed: int
+    log: Callable[..., None] | None
+
+
+def fingerprint(args: Any) -> Tensor:
+    """A number that nearly always differs when two stages compute different arguments."""
+    total = torch.zeros((), dtype=torch.float64)
+    for position, tensor in enumerate(tensors(args)):
+        if not tensor.numel():
+            continue
+        flat = tensor.detach().reshape(-1)
+        samples = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+        samples = (torch.view_as_real(samples).sum(-1) if samples.is_complex() else samples).double()
+        factors = torch.arange(1, samples.numel() + 1, dtype=torch.float64, device=samples.device)
+        total = total.to(samples.device) + (samples * factors).sum() * (position + 1)
+    return total
+
+
+@dataclass
+class _Progress:
+    """State of one run of the step on one stage."""
+
+    results: dict[int, dict[int, Tensor]]
+    live: dict[int, dict[int, Tensor]]
+    marks: list[Tensor]
+    num_calls: int = 0
+    busy: bool = False
+
+
+@dataclass
+class Runner:
+    """Runs one stage's parts of a step.
+
+    Args:
+        module: The user's LightningModule.
+        stage: Index of the stage.
+        context: The precision plugin's context of this step.
+        device: The rank's device.
+
+    Attributes:
+        mismatches: One flag tensor per compared fingerprint, with the call's name.
+    """
+
+    module: LightningModule
+    stage: int
+    context: Callable[[], AbstractContextManager[Any]]
+    device: torch.device
+    mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
+    _targets: dict[bool, list[tuple[str, nn.Module]]] = field(default_factory=dict)
+
+    def __call__(
+        self, microbatch: Microbatch, carried: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...] | None, Any]:
+        """Runs the stage on ``microbatch``.
+
+        Args:
+            microbatch: What to run.
+            carried: The plan's carried values of this stage, then the fingerprints, float64 of
+                shape [calls]. Empty on the first stage.
+
+        Returns:
+            On the last stage ``(None, what the step returned)``, on the others ``(values for the
+            next stage, None)``.
+        """
+        plan = microbatch.plan
+        is_last = self.stage == plan.num_stages - 1
+        progress = self._receive(plan, carried)
+        if not is_last and plan.last_call[self.stage] < 0:
+            return self._give(plan, progress), None
+        inner = None if is_last else self._strictly_inside(plan)
+        if inner is not None:
+            with self.context():
+                self._run_part(plan.calls[inner], inner, microbatch, progress, ())
+            return self._give(plan, progress), None
+        returned = self._run_step(microbatch, progress, is_last)
+        return (None, returned) if is_last else (self._give(plan, progress), None)
+
+    def _receive(self, plan: StepPlan, carried: tuple[Tensor, ...]) -> _Progress:
+        progress = _Progress({}, {}, list(carried[-1]) if self.stage else [])
+        for known, tensor in zip(plan.carried[self.stage], carried, strict=False):
+            complete = plan.cuts[known.call][self.stage] == plan.calls[known.call].num_pieces
+            values = progress.results if complete else progress.live
+            values.setdefault(known.call, {})[known.key] = tensor
+        return progress
+
+    def _give(self, plan: StepPlan, progress: _Progress) -> tuple[Tensor, ...]:
+        after = self.stage + 1
+        values = []
+        for known in plan.carried[after]:
+            complete = plan.cuts[known.call][after] == plan.calls[known.call].num_pieces
+            source = progress.results if complete else progress.live
+            values.append(source[known.call][known.key])
+        unknown = torch.full((), float("nan"), dtype=torch.float64, device=self.device)
+        marks = [mark.to(self.device) for mark in progress.marks]
+        marks += [unknown] * (len(plan.calls) - len(marks))
+        return (*values, torch.stack(marks))
+
+    def _strictly_inside(self, plan: StepPlan) -> int | None:
+        """The call that this stage is a middle part of, if that part needs nothing of the step."""
+        here = [i for i, cut in enumerate(plan.cuts) if cut[self.stage] < cut[self.stage + 1]]
+        if len(here) != 1 or plan.cuts[here[0]][self.stage] == 0:
+            return None
+        call = plan.calls[here[0]]
+        ends = plan.cuts[here[0]][self.stage + 1] == call.num_pieces
+        if ends or call.ambient or plan.part(here[0], self.stage).needs_inputs:
+            return None
+        return here[0]
+
+    def _run_step(self, microbatch: Microbatch, progress: _Progress, is_last: bool) -> Any:
+        plan, module = microbatch.plan, self.module
+        batch = copied(microbatch.batch) if plan.writes_batch else microbatch.batch
+        if plan.opaque_forward not in self._targets:
+            self._targets[plan.opaque_forward] = targets(module, plan.opaque_forward)
+        changes = [
+            (child, "forward", self._interceptor(name, child, microbatch, progress))
+            for name, child in self._targets[plan.opaque_forward]
+        ]
+        if not is_last or microbatch.log is None:
+            changes += silenced(module)
+        else:
+            changes.append((module, "log", microbatch.log))
+        try:
+            with stream(microbatch.seed, self.device), self.context(), patched(changes):
+                returned = getattr(module, plan.step)(batch, *microbatch.rest)
+        except StageDone:
+            return None
+        self._check_complete(plan, progress, is_last)
+        return returned
+
+    def _check_complete(self, plan: StepPlan, progress: _Progress, is_last: bool) -> None:
+        made, planned = progress.num_calls, len(plan.calls)
+        if made != planned:
+            raise StepError(
+                f"{plan.step} made {made} of the {planned} calls that it was planned with; missing "
+                f"are {describe_calls(plan.calls[made:])}. Which modules a step calls may not "
+                "change from batch to batch: call them always and multiply their loss by 0."
+            )
+        if not is_last:
+            raise StepError(
+                f"{plan.step} swallowed the BaseException by which a stage ends its part: there is "
+                "a bare `except:` around its calls. Catch `Exception` instead."
+            )
+
+    def _interceptor(
+        self, name: str, child: nn.Module, microbatch: Microbatch, progress: _Progress
+    ) -> Callable[..., Any]:
+        forward = child.forward
+
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            if progress.busy:
+                return forward(*args, **kwargs)
+            return self._on_call(name, forward, microbatch, progress, args, kwargs)
+
+        return intercepted
+
+    def _on_call(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        microbatch: Microbatch,
+        progress: _Progress,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        plan, index = microbatch.plan, progress.num_calls
+        progress.num_calls += 1
+        self._check_sequence(plan, name, index)
+        call, cut = plan.calls[index], plan.cuts[index]
+        low, high = cut[self.stage], cut[self.stage + 1]
+        pending = any(isinstance(tensor, Pending) for tensor in tensors((args, kwargs)))
+        if low < high and pending:
+            raise StepError(f"{call.label} needs a value that a later stage makes.")
+        if not pending and (low < high or low == call.num_pieces):
+            self._compare(progress, index, call, fingerprint((args, kwargs)))
+        if low < high:
+            self._run_here(call, index, forward, microbatch, progress, args, kwargs)
+        if self.stage < plan.num_stages - 1 and index >= plan.last_call[self.stage]:
+            raise StageDone
+        return call.answer(progress.results.get(index, {}), self.device)
+
+    def _check_sequence(self, plan: StepPlan, name: str, index: int) -> None:
+        if index < len(plan.calls) and plan.calls[index].name == name:
+            return
+        error = plan.survey_error
+        cause = f" (when it was planned it stopped with {error!r})" if error else ""
+        raise StepError(
+            f"{plan.step} calls {'self.' + name if name else 'self'} as number {index + 1}; it was "
+            f"planned with {len(plan.calls)} call(s): {describe_calls(plan.calls)}{cause}. Which "
+            "modules a step calls, and in which order, may not change from batch to batch: call "
+            "them always and multiply their loss by 0."
+        )
+
+    def _compare(self, progress: _Progress, index: int, call: Call, mark: Tensor) -> None:
+        if index < len(progress.marks):
+            known = progress.marks[index]
+            close = torch.isclose(known, mark.to(known.device), 1e-3, 1e-6, equal_nan=True)
+            self.mismatches.append((call.label, ~(close | torch.isnan(known))))
+        unknown = torch.full((), float("nan"), dtype=torch.float64)
+        while len(progress.marks) <= index:
+            progress.marks.append(unknown)
+        progress.marks[index] = mark
+
+    def _run_here(
+        self,
+        call: Call,
+        index: int,
+        forward: Callable[..., Any],
+        microbatch: Microbatch,
+        progress: _Progress,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        plan = microbatch.plan
+        progress.busy = True
+        try:
+            if plan.is_whole(index, self.stage):
+                with stream(mix(microbatch.seed, index), self.device):
+                    self._finish(call, index, forward(*args, **kwargs), progress)
+                return
+            if signature_of(args, kwargs) != call.signature:
+                raise StepError(
+                    f"{call.label} is called with {signature_of(args, kwargs)[1]}; it was cut for "
+                    f"{call.signature[1]}. What a cut module gets besides tensors may not change "
+                    "from batch to batch: pass it as a tensor."
+                )
+            self._run_part(call, index, microbatch, progress, pytree.tree_leaves((args, kwargs)))
+        finally:
+            progress.busy = False
+
+    def _run_part(
+        self, call: Call, index: int, microbatch: Microbatch, progress: _Progress, inputs: Any
+    ) -> None:
+        plan = microbatch.plan
+        program = call.program
+        assert program is not None
+        changed = program.changed_settings()
+        if changed:
+            where, attribute, before, now = changed[0]
+            path = ".".join(part for part in (call.name, where, attribute) if part)
+            raise StepError(
+                f"self.{path} is {now!r}, but was {before!r} when the module was cut, and its "
+                "forward was recorded with that. Make a value that changes a buffer or an argument "
+                "of the module."
+            )
+        low, high = plan.cuts[index][self.stage], plan.cuts[index][self.stage + 1]
+        received = progress.live.get(index, {})
+        carried = tuple(received[value] for value in program.live[low]) if low else ()
+        # The rest of a cut call draws numbers of its own: the first part's would repeat its masks.
+        seed = mix(microbatch.seed, index, self.stage if low else 0, 1)
+        with stream(seed, self.device):
+            out = plan.part(index, self.stage)(carried, inputs)
+        if high == call.num_pieces:
+            self._finish(call, index, out, progress)
+        else:
+            progress.live[index] = dict(zip(program.live[high], out, strict=True))
+
+    def _finish(self, call: Call, index: int, out: Any, progress: _Progress) -> None:
+        leaves = pytree.tree_leaves(out)
+        for value, known in zip(leaves, call.outputs, strict=True):
+            if isinstance(known, _PLAIN) and not isinstance(known, TensorMeta) and known != value:
+                raise StepError(
+                    f"{call.label} returned {value!r} where {known!r} was planned: only tensors "
+                    "reach later stages. Return it as a tensor."
+                )
+        progress.results[index] = {j: t for j, t in enumerate(leaves) if isinstance(t, Tensor)}

@@ -1,0 +1,374 @@
+"""PipelineStrategy: a LightningModule's life on several ranks that each hold a part of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import rich
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline import checkpoint as checkpoints
+from lightning_pipeline.gradients import Parking, global_norm
+from lightning_pipeline.mesh import Mesh, resolve_sizes
+from lightning_pipeline.pipeline import Options, Pipeline
+from lightning_pipeline.plan import Plan
+from lightning_pipeline.refusals import check_module, check_module_name, check_optimizers
+from lightning_pipeline.schedules import SCHEDULES, get_schedule
+from lightning_pipeline.splitting import is_elsewhere
+from lightning_pipeline.steps import StepPlan
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class PipelineStrategy(DDPStrategy):
+    """Trains an unmodified LightningModule over devices that each hold a part of it.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(devices=4, strategy=PipelineStrategy(schedule="1F1B"))
+
+    Args:
+        pipeline_parallel_size: Ranks in one pipeline; ``"auto"``: all devices divided by
+            ``data_parallel_size``.
+        data_parallel_size: Replicas of the pipeline; ``"auto"``: what is left, 1 when both are
+            auto.
+        schedule: Any schedule of torch.distributed.pipelining by its name there, or in snake case.
+        num_microbatches: Microbatches of a training batch; ``"auto"``: the largest count up to
+            four a rank that the schedule and the batch allow.
+        stages_per_rank: Stages on each rank; ``"auto"``: 1 for single-stage schedules, 2 otherwise.
+        module: Dotted name of the module to cut; ``None``: found by itself.
+        partition: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list of dotted names
+            gives the module that begins each stage after the first.
+        save_distributed_checkpoint: Write a torch.distributed.checkpoint folder instead of a file.
+        process_group_backend: As in Lightning's DDPStrategy.
+        timeout: As in Lightning's DDPStrategy.
+        start_method: As in Lightning's DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"``.
+
+    Raises:
+        ValueError: If the schedule and the counts do not go together; names the nearest that do.
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        schedule: str = "1F1B",
+        num_microbatches: int | Literal["auto"] = "auto",
+        stages_per_rank: int | Literal["auto"] = "auto",
+        module: str | None = None,
+        partition: Literal["auto", "uniform"] | Sequence[str] = "auto",
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **kwargs,
+        )
+        self._sizes = (pipeline_parallel_size, data_parallel_size)
+        chosen = get_schedule(schedule)
+        self._options = Options(
+            chosen,
+            chosen.resolve_stages_per_rank(stages_per_rank),
+            num_microbatches,
+            partition if isinstance(partition, str) else tuple(partition),
+            module,
+        )
+        if isinstance(pipeline_parallel_size, int):
+            chosen.check(pipeline_parallel_size, stages_per_rank, num_microbatches)
+        self._mesh: Mesh | None = None
+        self._pipeline: Pipeline | None = None
+        self._parking = Parking()
+        self._parks = False
+        self._failed = False
+        self.plan: Plan | None = None
+
+    # environment
+
+    @override
+    def setup_environment(self) -> None:
+        # Before any process is connected: an impossible combination must not hang.
+        sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._sizes)
+        options = self._options
+        options.schedule.check(sizes.pipeline, options.stages_per_rank, options.num_microbatches)
+        super().setup_environment()
+        if self._mesh is None:
+            mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
+            mesh.build_groups(self._timeout)
+            self._mesh = mesh
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands; known once the processes are connected."""
+        assert self._mesh is not None, "the processes are not connected yet"
+        return self._mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.sizes.data, "rank": self.mesh.data_rank}
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        # Lightning seeds workers from the global rank right after this; ranks of one pipeline must
+        # draw the same augmentation. Without a seed they agree through the main process' generator.
+        if pl_seeds_workers() and getattr(dataloader, "worker_init_fn", 0) is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.data_rank)
+        return dataloader
+
+    # setup
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        check_module_name(module, self._options.module)
+        if fitting:
+            check_module(module, self._layer_sync is not None)
+        if self.mesh.sizes.data == 1:
+            # Lightning's injected DistributedSampler always shuffles in training.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        self._share_random_state()
+        self.precision_plugin.convert_module(module)
+        _sync_module_states(module)
+        self.model_to_device()
+        self._pipeline = self._make_pipeline(module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self._share_clipping()
+
+    def _make_pipeline(self, module: pl.LightningModule) -> Pipeline:
+        plugin = self.precision_plugin
+        contexts = (
+            plugin.train_step_context,
+            plugin.val_step_context,
+            plugin.test_step_context,
+            plugin.predict_step_context,
+        )
+        seed = self.broadcast(torch.initial_seed() % 2**62)
+        context = dict(zip(_STEPS, contexts, strict=True))
+        return Pipeline(module, self.mesh, self._options, self.root_device, seed, context)
+
+    def _share_random_state(self) -> None:
+        """Lets ranks of one pipeline shuffle alike, with or without a seed."""
+        box = [(torch.get_rng_state(), np.random.get_state(), random.getstate())]
+        group, source = self.mesh.pipeline_group, self.mesh.last_rank
+        dist.broadcast_object_list(box, source, group)
+        torch.set_rng_state(box[0][0])
+        np.random.set_state(box[0][1])
+        random.setstate(box[0][2])
+
+    def _share_clipping(self) -> None:
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        # The weights follow when they are placed: a device need not hold the whole model.
+        assert self.lightning_module is not None
+        self.lightning_module._device = self.root_device
+
+    # steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, pipeline = self._placed("training_step", args)
+        loop, accumulated = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
+        parameters = [p for group in self.optimizers[0].param_groups for p in group["params"]]
+        self._parks = loop.epoch_loop.batch_idx % accumulated == 0
+        if self._parks:
+            self._parking.clear_for_step(parameters, keep_old=_sees_old_gradients(module))
+        assert pipeline.reducer is not None
+        pipeline.reducer.arm(last_pass=not loop._should_accumulate())
+        loss, output = pipeline.run(
+            "training_step",
+            args,
+            trains=True,
+            scale=1 / accumulated,
+            count=loop.total_batch_idx,
+        )
+        if self._parks:
+            self._parking.park(parameters)
+        loss = loss.to(_loss_dtype(output))
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        assert self.lightning_module is not None and self._pipeline is not None
+        assert self._pipeline.reducer is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._parking.hand_back(self._pipeline.reducer.complete)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self._pipeline is not None
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        norm = global_norm(parameters, self.mesh, self._pipeline.counted_here)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args)
+
+    def _evaluate(self, step: str, args: tuple[Any, ...]) -> Any:
+        _, pipeline = self._placed(step, args)
+        return pipeline.run(step, args, trains=False)[1]
+
+    def _placed(self, step: str, args: tuple[Any, ...]) -> tuple[pl.LightningModule, Pipeline]:
+        """The module and its pipeline, placed by the first batch of the run."""
+        module, pipeline = self.lightning_module, self._pipeline
+        assert module is not None and pipeline is not None
+        if pipeline.placement is None:
+            pipeline.place(step, args, self._show)
+            self._drop_foreign_state()
+        return module, pipeline
+
+    def _show(self, plan: StepPlan, num_microbatches: int) -> None:
+        assert self._pipeline is not None
+        self.plan = self._pipeline.describe(plan, num_microbatches)
+        if self.is_global_zero:
+            rich.print(self.plan)
+
+    def _drop_foreign_state(self) -> None:
+        """Optimizer state of parameters that are elsewhere goes, the rest follows its parameter."""
+        for optimizer in self.optimizers:
+            for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
+                del optimizer.state[parameter]
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    # collectives: values are reduced over replicas, decisions are taken by all ranks
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(tensor, self._over_replicas(group), reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, self._over_replicas(group), sync_grads)
+
+    def _over_replicas(self, group: Any) -> Any:
+        return self.mesh.data_group if group in (None, dist.group.WORLD) else group
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        vote = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(vote)
+
+    # checkpoints
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        whole = checkpoints.gather(checkpoint, self.mesh)
+        if whole is not None:
+            super().save_checkpoint(whole, filepath, storage_options)
+        self.barrier()
+
+    # end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if not isinstance(exception, KeyboardInterrupt) and not self.is_global_zero:
+            text = "".join(traceback.format_exception(exception))
+            sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
+            sys.stderr.flush()
+
+    @override
+    def teardown(self) -> None:
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._failed:
+            # Other ranks may wait for this one for ever, and a rank inside a collective does not
+            # react to SIGTERM: no collective from here on, and no child is left behind.
+            if isinstance(self._launcher, _SubprocessScriptLauncher):
+                self._launcher.kill(signal.SIGKILL)
+            self.precision_plugin.teardown()
+            assert self.accelerator is not None
+            self.accelerator.teardown()
+            return
+        if self._pipeline is not None:
+            self._pipeline.put_back()
+            self._pipeline = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers ``pipeline``, one name a schedule and one a start method."""
+        names = {"pipeline": {}, "pipeline_fork": {"start_method": "fork"}}
+        names["pipeline_spawn"] = {"start_method": "spawn"}
+        names |= {f"pipeline_{entry.snake}": {"schedule": entry.name} for entry in SCHEDULES}
+        for name, arguments in names.items():
+            strategy_registry.register(
+                name, cls, description=f"Pipeline parallelism {arguments or ''}", **arguments
+            )
+
+
+def pl_seeds_workers() -> bool:
+    """Whether the user called ``seed_everything(workers=True)``."""
+    return bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
+
+
+def _loss_dtype(output: Any) -> torch.dtype:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss.dtype if isinstance(loss, Tensor) else torch.get_default_dtype()
+
+
+def _sees_old_gradients(module: pl.LightningModule) -> bool:
+    """Whether a hook between the step and the backward looks at the last step's gradients."""
+    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+    if any(is_overridden(hook, module) for hook in hooks):
+        return True
+    callbacks = module.trainer.callbacks
+    return any(is_overridden("on_before_zero_grad", callback) for callback in callbacks)

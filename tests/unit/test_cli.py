@@ -1,0 +1,125 @@
+"""The command line in this process: words, exit codes, and one run on a single device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_pipeline import cli
+
+SINGLE = [
+    "strategy=single",
+    "trainer=cpu",
+    "trainer.max_epochs=1",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+    "logger=none",
+    "model.widths=[4,8]",
+    "model.blocks=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["--help"], ["-h"]])
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"\n  {command}" in printed
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "one of train, validate, test, predict, got 'trian'" in capsys.readouterr().err
+
+
+def test_composed_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "schedule=dualpipev", "--cfg", "job", "--resolve"]) == 0
+    config = OmegaConf.create(capsys.readouterr().out)
+    assert config.strategy.schedule == "DualPipeV"
+    assert config.strategy.stages_per_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "stages=3"], "Set stages=2 or devices=3."),
+        (["train", "schedule=dualpipev", "microbatches=3"], "Set microbatches=4"),
+        (["test"], "Set checkpoint=PATH"),
+    ],
+)
+def test_refusals_end_with_code_2_and_no_traceback(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    printed = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert printed.startswith("lightning-pipeline: ")
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_refusal_of_the_strategy_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "schedule.name=2F2B", "strategy.pipeline_parallel_size=2"])
+    assert caught.value.code == 2
+    assert "got '2F2B'" in capfd.readouterr().err
+
+
+def test_train_then_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, words = dict(os.environ), list(sys.argv)
+    assert cli.main(["train", *SINGLE, "hydra.run.dir=first"]) == 0
+    printed = capsys.readouterr().out
+    assert "final validation accuracy: 0." in printed
+    assert "checkpoint: first/checkpoints/epoch=0-val_loss=" in printed
+    assert (dict(os.environ), sys.argv) == (before, words)
+
+    checkpoint = "checkpoint=first/checkpoints/last.ckpt"
+    assert cli.main(["predict", *SINGLE, checkpoint, "hydra.run.dir=second"]) == 0
+    assert "predictions: second/predictions_0.pt" in capsys.readouterr().out
+    predictions = torch.cat(torch.load(tmp_path / "second" / "predictions_0.pt"))
+    assert predictions.shape == (270,)
+
+
+def test_job_file_runs_the_same_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *SINGLE, "hydra.run.dir=one", "model.learning_rate=0.01"]) == 0
+    first = capsys.readouterr().out.splitlines()
+    job = OmegaConf.load(tmp_path / "one" / cli.JOB_FILE)
+    assert job.model.learning_rate == 0.01
+    assert job.output_dir == str(tmp_path / "one")
+
+    added_by_lightning = ["hydra.run.dir=elsewhere", "hydra.output_subdir=null"]
+    assert cli.main(["train", "--job", f"one/{cli.JOB_FILE}", *added_by_lightning]) == 0
+    again = capsys.readouterr().out.splitlines()
+    accuracy = [line for line in first if line.startswith("final validation accuracy")]
+    assert accuracy
+    assert [line for line in again if line.startswith("final validation accuracy")] == accuracy
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_multirun_runs_every_job_from_a_clean_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["-m", "seed=1,2", "hydra.sweep.dir=sweep"]
+    assert cli.main(["train", *SINGLE, *sweep]) == 0
+    assert capsys.readouterr().out.count("final validation accuracy") == 2
+    seeds = [OmegaConf.load(tmp_path / "sweep" / n / cli.JOB_FILE).seed for n in "01"]
+    assert seeds == [1, 2]
+
+
+def test_failing_job_ends_a_multirun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sweep = ["-m", "trainer.overfit_batches=-1,0", "hydra.sweep.dir=sweep", "data.batch_size=0"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", *SINGLE, *sweep])
+    assert caught.value.code == 1
+    assert not (tmp_path / "sweep" / "1").exists()

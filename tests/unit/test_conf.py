@@ -1,0 +1,128 @@
+"""Every file of conf/ composes and builds, and what pyproject.toml packs is what there is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_pipeline import cli
+from lightning_pipeline.schedules import SCHEDULES, get_schedule
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
+CHOICES = sorted(
+    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.stem != "train"
+)
+EXPERIMENTS = [name for group, name in CHOICES if group == "experiment"]
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
+        yield
+
+
+def settled(*overrides: str, command: str = "train") -> DictConfig:
+    """The configuration of a run with overrides, as the command line would use it."""
+    cfg = compose("train", overrides=["output_dir=out", *overrides])
+    return cli.settle(command, cfg)
+
+
+def targets(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node["_target_"]
+        for value in node.values():
+            yield from targets(value)
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_choice_composes_and_names_things_that_exist(group: str, name: str) -> None:
+    config = OmegaConf.to_container(settled(f"{group}={name}"))
+    found = list(targets(config))
+    assert len(found) >= 3
+    for target in found:
+        assert isinstance(get_class(target), type)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_are_headed_by_their_command(name: str) -> None:
+    lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+    assert lines[:2] == [
+        "# @package _global_",
+        f"# lightning-pipeline train experiment={name}",
+    ]
+
+
+def test_schedule_group_is_the_table_of_schedules() -> None:
+    files = {name for group, name in CHOICES if group == "schedule"}
+    assert files == {entry.snake for entry in SCHEDULES}
+
+
+@pytest.mark.parametrize("snake", [entry.snake for entry in SCHEDULES])
+def test_schedule_files_name_their_schedule(snake: str) -> None:
+    leaf = OmegaConf.load(CONF / "schedule" / f"{snake}.yaml")
+    assert leaf == {"name": get_schedule(snake).name, "stages_per_rank": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (2, 1, 1, "1F1B", "auto")),
+        (["schedule=interleaved_zero_bubble"], (2, 1, 2, "InterleavedZeroBubble", "auto")),
+        (["devices=8", "stages=4", "microbatches=8"], (4, 2, 1, "1F1B", 8)),
+        (["trainer.num_nodes=2", "schedule=gpipe"], (4, 1, 1, "GPipe", "auto")),
+    ],
+)
+def test_top_of_the_configuration_decides_the_strategy(
+    overrides: list[str], expected: tuple[object, ...]
+) -> None:
+    node = settled(*overrides).strategy
+    assert node._target_ == "lightning_pipeline.PipelineStrategy"
+    names = ("pipeline_parallel_size", "data_parallel_size", "stages_per_rank", "schedule")
+    assert tuple(node[name] for name in (*names, "num_microbatches")) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer_devices", "value"), [("ddp", 2, "ddp"), ("single", 1, "auto")]
+)
+def test_other_strategies_ignore_the_layout(
+    strategy: str, trainer_devices: int, value: str
+) -> None:
+    config = settled(f"strategy={strategy}", "stages=7", "devices=2")
+    assert (config.trainer.devices, config.strategy) == (trainer_devices, value)
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "parts"),
+    [
+        ("train", ["stages=3"], ["3 stages fill 3 ranks", "stages=3, devices=2", "Set stages=2"]),
+        ("test", [], ["needs a checkpoint", "checkpoint=null", "Set checkpoint=PATH"]),
+        ("train", ["checkpoint=no.ckpt"], ["must exist", "checkpoint=no.ckpt", "that exists"]),
+    ],
+)
+def test_refusals_name_rule_origin_and_cure(
+    command: str, overrides: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        settled(*overrides, command=command)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_every_package_is_packed() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {path.parent for path in (ROOT / "lightning_pipeline").rglob("*.py")}
+    names = {".".join(path.relative_to(ROOT).parts) for path in folders}
+    names |= {"lightning_pipeline.conf", "lightning_pipeline.examples"}
+    assert set(project["tool"]["setuptools"]["packages"]) == names

@@ -1,0 +1,141 @@
+"""The plan of a run as a value, as text and as a table."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from lightning_pipeline.mesh import MeshSizes
+from lightning_pipeline.plan import Plan, condense_names, make_plan
+from lightning_pipeline.schedules import get_schedule
+
+
+def plan_of(name: str, sizes: MeshSizes, microbatches: int, costs: list[float]) -> Plan:
+    count = len(costs)
+    return make_plan(
+        get_schedule(name),
+        sizes,
+        microbatches,
+        costs=costs,
+        modules=[[f"net.blocks.{2 * i}", f"net.blocks.{2 * i + 1}"] for i in range(count)],
+        parameters=[1_280_000 * (i + 1) for i in range(count)],
+        bytes=[5_120_000 * (i + 1) for i in range(count)],
+        notes=["`net.head` shares its weight with `net.stem`."],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "m", "bubble", "ranks", "in_flight"),
+    [
+        ("gpipe", MeshSizes(2, 1), 4, 1 / 5, [(1,), (0,)], [4, 4]),
+        ("1f1b", MeshSizes(4, 2), 8, 3 / 11, [(6, 7), (4, 5), (2, 3), (0, 1)], [4, 3, 2, 1]),
+        ("looped_bfs", MeshSizes(2, 1), 8, 1 / 17, [(1,), (0,), (1,), (0,)], [8, 8, 8, 8]),
+        ("zbv_zero_bubble", MeshSizes(2, 1), 8, 1 / 49, [(0,), (1,), (1,), (0,)], [4, 3, 2, 1]),
+        ("interleaved_1f1b", MeshSizes(1, 2), 3, 0, [(0, 1), (0, 1)], [2, 1]),
+    ],
+)
+def test_plan(
+    name: str,
+    sizes: MeshSizes,
+    m: int,
+    bubble: float,
+    ranks: list[tuple[int, ...]],
+    in_flight: list[int],
+) -> None:
+    count = len(ranks)
+    plan = plan_of(name, sizes, m, [0.6] * count)
+    assert plan.schedule == get_schedule(name).name
+    assert (plan.num_stages, plan.ranks, plan.replicas) == (count, *sizes)
+    assert plan.microbatches == m
+    assert plan.bubble == pytest.approx(bubble, abs=1e-12)
+    assert [stage.rank for stage in plan.stages] == ranks
+    assert [stage.in_flight for stage in plan.stages] == in_flight
+    assert [stage.share for stage in plan.stages] == pytest.approx([1 / count] * count)
+    assert [stage.index for stage in plan.stages] == list(range(count))
+    assert plan.stages[1].modules == ("net.blocks.2", "net.blocks.3")
+    assert plan.stages[1].parameters == 2_560_000 and plan.stages[1].bytes == 10_240_000
+
+
+def test_unequal_costs_raise_the_bubble() -> None:
+    plan = plan_of("1f1b", MeshSizes(2, 1), 10, [3.0, 6.0])
+    assert [stage.share for stage in plan.stages] == pytest.approx([1 / 3, 2 / 3])
+    assert plan.bubble == pytest.approx(1 - 90 / (2 * 63))
+
+
+def test_stages_without_cost_are_planned() -> None:
+    plan = plan_of("gpipe", MeshSizes(2, 1), 4, [0.0, 0.0])
+    assert plan.bubble == 0.0 and [stage.share for stage in plan.stages] == [0.0, 0.0]
+
+
+def test_illegal_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match="Set num_microbatches=4"):
+        plan_of("1f1b", MeshSizes(4, 1), 3, [1.0] * 4)
+
+
+def test_text() -> None:
+    assert str(plan_of("1f1b", MeshSizes(2, 2), 8, [1.0, 3.0])).splitlines() == [
+        "1F1B: 2 stages on 2 ranks, 2 replicas, 8 microbatches a step, predicted bubble 36.0 %",
+        "stage  rank  modules         parameters     size    cost  in flight",
+        "    0  2, 3  net.blocks.0-1      1.28 M  5.12 MB  25.0 %          2",
+        "    1  0, 1  net.blocks.2-3      2.56 M  10.2 MB  75.0 %          1",
+        "- `net.head` shares its weight with `net.stem`.",
+    ]
+
+
+def test_rich_shows_the_same_cells() -> None:
+    plan = make_plan(
+        get_schedule("gpipe"),
+        MeshSizes(1, 1),
+        1,
+        costs=[1.0],
+        modules=[["experts[red]"]],
+        parameters=[999],
+        bytes=[3_996],
+        notes=["A note with [red] brackets."],
+    )
+    console = Console(file=io.StringIO(), width=120)
+    console.print(plan)
+    text = console.file.getvalue()
+    for cell in ("experts[red]", "999", "4 kB", "100.0 %", "GPipe: 1 stage on 1 rank, 1 replica, "):
+        assert cell in text, text
+    assert "- A note with [red] brackets." in text
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], "-"),
+        ([""], "(whole module)"),
+        (["model.stem"], "model.stem"),
+        (["m.blocks.0", "m.blocks.1", "m.blocks.2", "m.norm"], "m.blocks.0-2, m.norm"),
+        (["m.9", "m.10", "m.12"], "m.9-10, m.12"),
+        (["m.2", "m.1"], "m.2, m.1"),
+        (["0", "1", "2"], "0-2"),
+        (["m.0.a", "m.0.b", "m.1.a", "m.1.b"], "m.0-1.{a, b}"),
+        (["m.0.a", "m.0.b", "m.1.a"], "m.0.{a, b}, m.1.a"),
+        (["m.0.a.0", "m.0.a.1", "m.1.a.0", "m.1.a.1"], "m.0-1.a.0-1"),
+        (["enc.0", "enc.1", "dec.0"], "enc.0-1, dec.0"),
+        (["m", "m.0"], "m, m.0"),
+    ],
+)
+def test_names_are_condensed(names: list[str], expected: str) -> None:
+    assert condense_names(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "bytes", "cells"),
+    [
+        (0, 0, "0  0 B"),
+        (999, 1000, "999  1 kB"),
+        (999_600, 1, "1 M  1 B"),
+        (7_000_000_000, 28 * 10**12, "7 G  28 TB"),
+    ],
+)
+def test_sizes_are_readable(parameters: int, bytes: int, cells: str) -> None:
+    plan = make_plan(
+        get_schedule("gpipe"), MeshSizes(1, 1), 1, [1.0], [["net"]], [parameters], [bytes]
+    )
+    row = " ".join(str(plan).splitlines()[2].split())
+    assert f"net {' '.join(cells.split())} 100.0 %" in row

@@ -1,1 +1,1 @@
-"""Models and data that the configurations train: ordinary Lightning code, with nothing of a pipeline in it."""
+"""Models and data of the configurations: ordinary Lightning code that knows of no pipeline."""

@@ -50,8 +50,11 @@ def main(strategy: str = "pipeline", devices: int = 2, epochs: int = 5) -> float
     trainer = L.Trainer(accelerator="auto", devices=devices, strategy=strategy, max_epochs=epochs)
     train_loader = DataLoader(train, batch_size=64, shuffle=True)
     trainer.fit(Digits(), train_loader, DataLoader(val, batch_size=64))
-    return float(trainer.callback_metrics["val_acc"])
+    accuracy = float(trainer.callback_metrics["val_acc"])
+    if trainer.is_global_zero:
+        print(f"validation accuracy: {accuracy:.3f}")
+    return accuracy
 
 
 if __name__ == "__main__":
-    print(f"validation accuracy: {main():.3f}")
+    main()

@@ -80,8 +80,9 @@ class GPT(L.LightningModule):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         self.val_accuracy = MulticlassAccuracy(vocabulary, average="micro")
-        # A tied embedding of unit variance would make the first logits far too large.
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        # At unit variance the tied embedding would make the first logits far too large.
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Maps codes (batch, block) to logits (batch, block, vocabulary) of the next code."""

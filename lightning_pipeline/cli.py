@@ -7,6 +7,7 @@ its results as `job.yaml`, and the other ranks are started from that file withou
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipeline.layout import Layout, resolve_layout
 
+CONF = "pkg://lightning_pipeline.conf"
 JOB_FILE = "job.yaml"
 HELP = """\
 lightning-pipeline COMMAND [OVERRIDE ...] [--multirun] [--cfg job] [--help]
@@ -76,21 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # for Hydra, and there is nothing left to override.
         run(command, _load(Path(overrides[1])))
         return 0
+    # Hydra's parser takes no override after a flag that stands among them.
+    overrides.sort(key=lambda word: word not in ("-m", "--multirun"))
     with _arguments(overrides):
         _hydra_main(command)
     return 0
 
 
 def _hydra_main(command: str) -> None:
-    @hydra.main(version_base="1.3", config_path="pkg://lightning_pipeline.conf", config_name="train")
+    @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
     def job(cfg: DictConfig) -> Metrics:
         output = Path(HydraConfig.get().runtime.output_dir)
         try:
             settled = settle(command, cfg)
         except ValueError as error:
             refuse(error)
-        if rank_zero_only.rank == 0:
-            OmegaConf.save(settled, output / JOB_FILE)
+        _save(settled, output / JOB_FILE)
         with _arguments([command, "--job", str(output / JOB_FILE)]), _environment():
             return run(command, settled)
 
@@ -141,7 +144,9 @@ def settle(command: str, cfg: DictConfig) -> DictConfig:
             f"The checkpoint must exist, and {str(cfg.checkpoint)!r} does not in {os.getcwd()}. "
             f"The path comes from checkpoint={cfg.checkpoint}. Set it to a path that exists."
         )
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    settled = copy.deepcopy(cfg)
+    OmegaConf.resolve(settled)
+    return settled
 
 
 def run(command: str, cfg: DictConfig) -> Metrics:
@@ -201,7 +206,7 @@ def _build(node: Any, **arguments: Any) -> Any:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """Ends the program with code 2 and the error's text alone: the cure is in it, no trace helps."""
+    """Ends the program with code 2 and the error's text, which holds the cure, without a trace."""
     print(f"lightning-pipeline: {error}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -241,6 +246,11 @@ COMMANDS: dict[str, Callable[[L.Trainer, Any, Any, DictConfig], None]] = {
     "test": _test,
     "predict": _predict,
 }
+
+
+@rank_zero_only
+def _save(cfg: DictConfig, path: Path) -> None:
+    OmegaConf.save(cfg, path)
 
 
 def _load(path: Path) -> DictConfig:

@@ -157,7 +157,6 @@ class Pipeline:
                     rest,
                     analyst=Analyst(self._module, self._num_stages, host),
                     context=self._context[step],
-                    opaque_forward=False,
                     device=host,
                     seed=self._seed,
                 )
@@ -277,13 +276,13 @@ class Pipeline:
         self._computed.inside_step = True
         try:
             self._engine.run(work)
-            self._check_fingerprints(step)
             work.metrics.finish()
         finally:
             self._computed.inside_step = False
         self._computed.forget()
         recorder = work.recorder if self._mesh.is_last else None
         loss = self._exchange(step, recorder, checksum(args[0]), work.loss())
+        self._check_fingerprints(step)
         return loss, work.output()
 
     def _prepare(
@@ -361,17 +360,13 @@ class Pipeline:
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         key = (step, _batch_signature(microbatch), modules, grads, modes)
         if key not in self._plans:
-            found = self._survey(
-                step, microbatch, rest, opaque_forward=self.placement.opaque_forward
-            )
+            found = self._survey(step, microbatch, rest)
             self._plans[key] = plan_step(
                 step, found, self.placement, seconds_per_byte=_SECONDS_PER_BYTE
             )
         return self._plans[key]
 
-    def _survey(
-        self, step: str, microbatch: Any, rest: tuple[Any, ...], *, opaque_forward: bool
-    ) -> Survey:
+    def _survey(self, step: str, microbatch: Any, rest: tuple[Any, ...]) -> Survey:
         return survey(
             self._module,
             step,
@@ -379,7 +374,6 @@ class Pipeline:
             rest,
             analyst=self._analyst,
             context=self._context[step],
-            opaque_forward=opaque_forward,
             device=self._device,
             seed=self._seed,
         )

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
 from lightning_pipeline.gradients import Parking, global_norm
-from lightning_pipeline.mesh import Mesh, resolve_sizes
+from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.pipeline import Options, Pipeline
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.refusals import check_module, check_module_name, check_optimizers
@@ -114,11 +114,19 @@ class PipelineStrategy(DDPStrategy):
     # environment
 
     @override
-    def setup_environment(self) -> None:
-        # Before any process is connected: an impossible combination must not hang.
+    def _configure_launcher(self) -> None:
+        self._check_sizes()  # the Trainer is being made: no process has started yet
+        super()._configure_launcher()
+
+    def _check_sizes(self) -> MeshSizes:
         sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._sizes)
         options = self._options
         options.schedule.check(sizes.pipeline, options.stages_per_rank, options.num_microbatches)
+        return sizes
+
+    @override
+    def setup_environment(self) -> None:
+        sizes, options = self._check_sizes(), self._options
         super().setup_environment()
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)

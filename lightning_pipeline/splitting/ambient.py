@@ -77,6 +77,3 @@ def _attention_kernels(enabled: tuple[bool, ...]) -> Iterator[None]:
         yield
     finally:
         switch(before)
-
-
-ambient_state = ambient_settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_pipeline.splitting.torch_private import (
     TorchDispatchMode,
     flop_registry,
-    pytree,
     sdpa_flop_count,
     storage_of,
 )
@@ -74,8 +73,7 @@ def rnn_flops(input: Tensor, weights: Any, *rest: Any) -> float:
         input: [time, batch, features] in any order of the first two.
         weights: First weight or list of weights; ``rest`` may begin with further weights.
     """
-    tensors = [t for t in pytree.tree_leaves((weights, *rest[:3])) if isinstance(t, Tensor)]
-    matrices = sum(t.numel() for t in tensors if t.dim() == 2)
+    matrices = sum(t.numel() for t in _tensors((weights, *rest[:3])) if t.dim() == 2)
     return 2.0 * matrices * math.prod(input.shape[:2])
 
 
@@ -112,13 +110,10 @@ class CostMode(TorchDispatchMode):
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
                 self.made[id(tensor)] = self.inside[-1]
         self._note_writes(func, args, kwargs)
-        if not func.is_view:
+        if not func.is_view and func.namespace != "prim":  # those ask for a device or a size
             self.flops += _flops(func, args, kwargs, out)
-            self.bytes += sum(
-                t.numel() * t.element_size()
-                for t in pytree.tree_leaves((args, kwargs, out))
-                if isinstance(t, Tensor)
-            )
+            touched = _tensors((args, tuple(kwargs.values()), out))
+            self.bytes += sum(t.numel() * t.element_size() for t in touched)
         return out
 
     def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict) -> None:
@@ -130,9 +125,16 @@ class CostMode(TorchDispatchMode):
             ]
         for position, name in self._writes[func]:
             target = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in pytree.tree_leaves(target):
-                if isinstance(tensor, Tensor):
-                    self.written.add(storage_of(tensor))
+            self.written.update(storage_of(tensor) for tensor in _tensors((target,)))
+
+
+def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the arguments of an operation of ATen, which nests lists at most."""
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, (list, tuple)):
+            yield from _tensors(part)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict, out: Any) -> float:

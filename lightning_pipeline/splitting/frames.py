@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_pipeline.splitting.torch_private import CHECKPOINT_CODE, TORCH_DIRECTORY
 
+RECORD_FILE = str(Path(__file__).with_name("record.py"))
 PACKAGE_DIRECTORY = str(Path(__file__).parents[1])
 
 
@@ -20,13 +22,21 @@ def _is_user_file(name: str) -> bool:
 
 
 def user_location() -> tuple[str, int] | None:
-    """File and line of the innermost frame that is neither torch's nor ours."""
+    """File and line of the innermost frame of the recorded forward; None after its end."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != RECORD_FILE:
         if _is_user_file(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def definition_location(module: nn.Module) -> tuple[str, int] | None:
+    """File and line at which the forward of ``module`` is defined."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or not _is_user_file(code.co_filename):
+        return None
+    return code.co_filename, code.co_firstlineno
 
 
 def error_location(error: BaseException) -> tuple[str, int] | None:

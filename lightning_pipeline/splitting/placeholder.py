@@ -32,6 +32,10 @@ GUARDED = frozenset(["detach", "clone", "empty_like", "zeros_like", "ones_like",
 CONVERSIONS = frozenset(["to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"])
 
 
+VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])
+"""Attributes that are tensors, and would be a way round the guard."""
+
+
 class _Elsewhere(Tensor):
     """What both kinds of placeholder have in common."""
 
@@ -66,6 +70,9 @@ class _Elsewhere(Tensor):
         # leaves the process as a plain meta tensor
         shape, stride = tuple(self.shape), self.stride()
         return rebuild_meta_tensor, (self.dtype, shape, stride, self.requires_grad)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind, shape = type(self).__name__, tuple(self.shape)
@@ -153,6 +160,8 @@ def _guarded(tensor: Tensor, source: _Elsewhere) -> Any:
 def _attribute(first: _Elsewhere, func: Any, args: tuple) -> Any:
     """Read any attribute that is no tensor; set the gradient, and the flag that asks for it."""
     attribute = func.__self__.__name__
+    if attribute in VIEWS:
+        raise _error(attribute, args)
     with torch._C.DisableTorchFunctionSubclass():
         if func.__name__ == "__set__":
             if attribute == "data" and is_elsewhere(args[1]):
@@ -164,11 +173,9 @@ def _attribute(first: _Elsewhere, func: Any, args: tuple) -> Any:
                 return func(*args)
             raise _error(attribute, args)
         out = func(*args)
-    if not isinstance(out, Tensor) or attribute == "grad":
-        return out
-    if attribute == "data":
+    if isinstance(out, Tensor) and attribute != "grad":
         return _guarded(out, first)
-    raise _error(attribute, args)
+    return out
 
 
 def _renamed(like: Tensor, first: _Elsewhere) -> Any:

@@ -95,9 +95,9 @@ def profile_call(
     device: torch.device,
 ) -> Profile:
     """Cost of each submodule in one call."""
-    sandbox, cost = Sandbox(module, device), CostMode()
-    profiler = Profiler(sandbox, cost)
     with _counting_versions():
+        sandbox, cost = Sandbox(module, device), CostMode()
+        profiler = Profiler(sandbox, cost)
         stand_in_args, stand_in_kwargs = _stand_in_arguments(sandbox, args, kwargs)
         with sandbox.open(profiler), sandbox.fake, cost:
             profiler.record(forward, stand_in_args, stand_in_kwargs)

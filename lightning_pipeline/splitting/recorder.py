@@ -79,7 +79,7 @@ class Recorder(TorchFunctionMode):
         self.sandbox, self.cost, self.leaves = sandbox, cost, leaves
         self.tape = Tape(sandbox, cost)
         self.called_leaves: set[str] = set()
-        self.off = False
+        self.off = self.on_trial = False
         self.start = ambient_settings()
         self.start_hooks = saved_tensor_hooks()
         self.outside = outside_state()
@@ -95,7 +95,10 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        args, kwargs = self._with_stand_ins(args, kwargs or {})
+        kwargs = kwargs or {}
+        if self.on_trial or (self.off and not self.sandbox.has_placeholders):
+            return func(*args, **kwargs)
+        args, kwargs = self._with_stand_ins(args, kwargs)
         if self.off:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -136,9 +139,9 @@ class Recorder(TorchFunctionMode):
                 "it runs torch.utils.checkpoint with use_reentrant=True",
                 "Pass use_reentrant=False",
             )
-        before = Before(self.cost, args, kwargs)
         self.off = True
         try:
+            before = Before(self.cost, args, kwargs)
             out = original(*args, **kwargs)
         finally:
             self.off = False
@@ -240,21 +243,27 @@ class Recorder(TorchFunctionMode):
     def _leaf(
         self, name: str, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        tape, sandbox = self.tape, self.sandbox
         self.called_leaves.add(name)
+        self.off = True
+        try:
+            return self._call_leaf(name, original, module, args, kwargs)
+        finally:
+            self.off = False
+
+    def _call_leaf(
+        self, name: str, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        tape, sandbox = self.tape, self.sandbox
         tape.template((args, kwargs))
         before, spec = Before(self.cost, args, kwargs), pytree.tree_structure((args, kwargs))
         state = sandbox.state_of(module)
         marks = [mark(item.tensor) for item in state]
-        self.off = True
         try:
             out = self._inside(name, original, module, args, kwargs)
         except SplitError:
             raise
         except Exception as error:
             out = self._trial(name, original, module, args, kwargs, error)
-        finally:
-            self.off = False
         if pytree.tree_structure((args, kwargs)) != spec:
             raise tape.fail(
                 f"submodule {name!r} changes a list or dict that it was given",
@@ -262,8 +271,9 @@ class Recorder(TorchFunctionMode):
             )
         tape.template((args, kwargs))
         self._check_output(name, out)
+        reads = {id(item): sandbox.entry_names[id(item.owner), item.key] for item in state}
         writes = [
-            sandbox.entry_names[id(item.owner), item.key]
+            reads[id(item)]
             for item, m in zip(state, marks, strict=True)
             if item.entries.get(item.key) is not item.tensor
             or is_written(item.tensor, m, self.cost)
@@ -271,14 +281,13 @@ class Recorder(TorchFunctionMode):
         for item in state:  # a buffer that was bound anew keeps its identity
             item.entries[item.key] = item.tensor
         outside, self.outside = self.outside, outside_state()
-        reads = [sandbox.entry_names[id(item.owner), item.key] for item in state]
         return self._emit(
             name,
             args,
             kwargs,
             out,
             before,
-            state=tuple(dict.fromkeys(reads)),
+            state=tuple(dict.fromkeys(reads.values())),
             state_writes=tuple(dict.fromkeys(writes)),
             random=outside != self.outside,
             has_hooks=any(module_hooks(child) for child in module.modules()),
@@ -293,17 +302,20 @@ class Recorder(TorchFunctionMode):
         kwargs: dict,
         cause: Exception,
     ) -> Any:
+        self.on_trial = True  # there the originals are meant
         try:
             return trial_run(self.sandbox, self.cost, original, module, args, kwargs)
         except Exception as error:
             raise self.tape.fail(
                 f"submodule {name!r} runs neither on stand-ins ({type(cause).__name__}: {cause}) "
                 f"nor on made-up data ({type(error).__name__}: {error})",
-                "Let the shape of a module's output follow from the shapes of its arguments"
+                "Let the shape of what a module returns follow from the shapes of its arguments"
                 if isinstance(error, TrialError)
                 else "See whether the module runs by itself",
                 error_location(cause),
             ) from cause
+        finally:
+            self.on_trial = False
 
     def _check_output(self, name: str, out: Any) -> None:
         for leaf in pytree.tree_leaves(out):

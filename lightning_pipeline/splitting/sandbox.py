@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.splitting.placeholder import is_elsewhere
 from lightning_pipeline.splitting.state import StateItem, state_items
 from lightning_pipeline.splitting.torch_private import (
     FakeTensor,
@@ -64,6 +66,7 @@ class Sandbox:
         originals: Original of each stand-in, by the stand-in's id.
         state_names: Canonical name of each stand-in, by id.
         storage_names: The same, by storage.
+        has_placeholders: Whether some of the originals are placeholders.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -91,6 +94,7 @@ class Sandbox:
         self.storage_names = {
             storage_of(t): self.state_names[id(t)] for t in self.stand_ins.values()
         }
+        self.has_placeholders = any(is_elsewhere(item.tensor) for item in self.items)
         self.attributes = [(child, dict(child.__dict__)) for child in module.modules()]
         self.contents = [
             (value, value.copy())
@@ -125,6 +129,7 @@ class Sandbox:
         with (
             _lock,
             _same_rng(self.device),
+            _quiet(),
             torch.compiler.set_stance("force_eager"),
             _watched(watcher, self.module),
         ):
@@ -187,6 +192,18 @@ def _same_content(value: Any, content: Any) -> bool:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Modules that cannot run on stand-ins are dealt with; torch would log each as an error."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def _same_rng(device: torch.device) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
@@ -234,14 +251,19 @@ def _watched(watcher: Watcher, module: nn.Module) -> Iterator[None]:
             return original(*args, **kwargs)
         return watcher.on_function(original, cls, args, kwargs)
 
+    patches: list[tuple[type, str, Any]] = [
+        *((cls, "__call__", watched_call(original)) for cls, original in calls.items()),
+        (nn.Module, "__setattr__", watched_assign),
+        (single_level_function, "apply", classmethod(watched_apply)),
+    ]
+    before = [(owner, name, vars(owner).get(name, _MISSING)) for owner, name, _ in patches]
     try:
-        for cls, original in calls.items():
-            cls.__call__ = watched_call(original)
-        nn.Module.__setattr__ = watched_assign  # type: ignore[method-assign,assignment]
-        single_level_function.apply = classmethod(watched_apply)  # type: ignore[assignment]
+        for owner, name, patch in patches:
+            setattr(owner, name, patch)
         yield
     finally:
-        for cls, original in calls.items():
-            cls.__call__ = original  # type: ignore[method-assign]
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-        del single_level_function.apply
+        for owner, name, found in before:
+            if found is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, found)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.splitting.cost import CostMode
-from lightning_pipeline.splitting.frames import user_location
+from lightning_pipeline.splitting.frames import definition_location, user_location
 from lightning_pipeline.splitting.ir import Node, StateRef, TreeRef, Value, ValueRef, state_refs
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.torch_private import pytree, storage_of
@@ -116,7 +116,11 @@ class Tape:
     ) -> RecordingError:
         """The error to raise for the module that is running, at the line that is running."""
         where = module if module is not None else self.stack[-1] if self.stack else ""
-        return RecordingError(where, reason, cure, location or user_location())
+        if location is None:
+            location = user_location() or definition_location(
+                self.sandbox.module.get_submodule(where)
+            )
+        return RecordingError(where, reason, cure, location)
 
     def new_value(self, tensor: Tensor, node: int) -> int:
         """Give ``tensor`` an identity; -1 as ``node`` stands for an input."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import types
-import weakref
 
 import torch
 from torch import nn
@@ -77,14 +76,12 @@ def flush_flat_weights(module: nn.Module) -> None:
 
 
 def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange two tensors while each keeps its identity.
+    """Exchange two tensors while each Python object keeps its identity.
 
-    ``torch.utils.swap_tensors`` refuses tensors that have weak references, as the weights of an
-    RNN have; those point at the Python object, which stays.
+    ``torch.utils.swap_tensors`` refuses tensors with weak references, as the weights of an RNN
+    have, and tensors that a graph uses. Both are harmless here: a weak reference points at the
+    object, which stays, and a graph of the past goes on with the memory that it has seen.
     """
-    if not weakref.getweakrefs(first):
-        torch.utils.swap_tensors(first, second)
-        return
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     torch._C._swap_tensor_impl(first, second)

@@ -72,7 +72,7 @@ def trial_run(
     _poison(sandbox, attributes)
     first, second = (_summary(out) for out in outs)
     if first != second:
-        raise TrialError("the shape of its output, or a number in it, depends on values")
+        raise TrialError("the shape of the output, or a number in it, depends on values")
     inputs = itertools.chain(pytree.tree_leaves((args, kwargs)), (item.tensor for item in state))
     trained = any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
     needs_grad = torch.is_grad_enabled() and trained

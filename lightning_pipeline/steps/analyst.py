@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -93,7 +95,7 @@ class Analyst:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
         self._memo: dict[Any, tuple[nn.Module, Analysis]] = {}
-        self._leaves: dict[tuple[str, bool], frozenset[str]] = {}
+        self._leaves: dict[str, frozenset[str]] = {}
 
     def ambient(self) -> tuple[Any, ...]:
         """Autograd and autocast state of this moment."""
@@ -127,21 +129,32 @@ class Analyst:
         checkpointing: bool,
     ) -> Analysis:
         try:
-            program = record(
-                module,
-                args,
-                kwargs,
-                forward=forward,
-                num_stages=self._num_stages,
-                leaves=self._leaves.get((name, module.training)),
-                device=self._device,
+            with _own_forward(module) if not name else nullcontext(set()) as read:
+                program = record(
+                    module,
+                    args,
+                    kwargs,
+                    forward=forward,
+                    num_stages=self._num_stages,
+                    leaves=self._leaves.get(name),
+                    device=self._device,
+                )
+            ran = {
+                prefix
+                for node in program.nodes
+                for prefix in accumulate(node.name.split("."), "{}.{}".format)
+            }
+            program.settings = tuple(
+                (where, attribute, value)
+                for where, attribute, value in program.settings
+                if (where in ran if where or name else attribute in read)
             )
         except SplitError as error:
             if not name:
                 raise
             warnings.warn(f"{name} stays in one piece. {error}", stacklevel=2)
             return self._whole(name, module, None, self._weight_cost(module), error)
-        self._leaves[name, module.training] = program.leaves
+        self._leaves[name] = program.leaves
         # An object among the arguments may change unseen, and the recomputation of a checkpoint
         # around the call needs all of it.
         leaves = pytree.tree_leaves((args, kwargs))
@@ -178,6 +191,35 @@ class Analyst:
     def _weight_cost(module: nn.Module) -> float:
         """A guess for a module that cannot be recorded: reading its weights once."""
         return sum(tensor.numel() * 8e-10 for *_, tensor in state_items(module))
+
+
+@contextmanager
+def _own_forward(module: nn.Module) -> Iterator[set[str]]:
+    """Watches the LightningModule's own forward while it is recorded.
+
+    It cannot be recorded if it logs, for that would happen once only. Of its many attributes those
+    that it reads are burnt into the recording; others (counters, say) may change.
+
+    Yields:
+        Names of the attributes that were read.
+    """
+    kind, read = type(module), set()
+
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            if name in ("log", "log_dict"):
+                raise SplitError(
+                    "", f"it calls self.{name}", "Log in the step, behind the call of the model."
+                )
+            return super().__getattribute__(name)
+
+    Watched.__name__, Watched.__qualname__ = kind.__name__, kind.__qualname__
+    module.__class__ = Watched
+    try:
+        yield read
+    finally:
+        module.__class__ = kind
 
 
 def plain_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -45,12 +45,10 @@ class Placement:
     Attributes:
         num_stages: Number of stages.
         holders: Stages that hold each parameter and buffer, by canonical name.
-        opaque_forward: Whether steps are cut inside the LightningModule's own forward.
     """
 
     num_stages: int
     holders: dict[str, frozenset[int]]
-    opaque_forward: bool = False
 
     def stages_of(self, names: frozenset[str]) -> frozenset[int] | None:
         """Stages that hold all of ``names``; ``None`` if that is no restriction."""
@@ -151,10 +149,15 @@ def place(
 
     Raises:
         ValueError: If the names of ``spec`` do not fit the model.
-        SplitError: If there is no legal cut.
+        SplitError: If a called module cannot be cut and stages stay empty for that.
     """
     order, cuts = _first_cut(module, survey.calls, num_stages, spec, seconds_per_byte)
     bounds = [0, *cuts, len(order.units)]
+    if any(a == b for a, b in zip(bounds, bounds[1:], strict=False)):
+        # An empty stage is fine for a tiny model, not for one that could be cut if it were mended.
+        for call in survey.calls:
+            if call.reason is not None:
+                raise call.reason
     holders: dict[str, set[int]] = {}
     for stage in range(num_stages):
         for unit in range(bounds[stage], bounds[stage + 1]):
@@ -176,7 +179,7 @@ def place(
         # What no call used goes with its predecessor, so that unused weights are saved and moved.
         previous = frozenset(holders[name]) if name in holders else frozenset({min(previous)})
         complete[name] = previous
-    return Placement(num_stages, complete, survey.opaque_forward)
+    return Placement(num_stages, complete)
 
 
 def _first_cut(

@@ -50,6 +50,7 @@ class Call:
         outputs: Leaves of the output, a tensor as its TensorMeta, anything else as itself.
         cloned: Whether the step writes in place to the answer, which therefore is a copy.
         ambient: Autograd and autocast state at the call differs from that of the step's start.
+        reason: Why it cannot be recorded, if it cannot.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Call:
     reads: list[frozenset[str]]
     writes: frozenset[str]
     ambient: bool
+    reason: SplitError | None = None
     output_spec: Any = None
     outputs: list[Any] = field(default_factory=list)
     cloned: bool = False
@@ -307,7 +309,12 @@ class _Surveyor:
         assert self.taint is not None
         depends_on = self.taint.sources((args, kwargs))
         given = [(t, t._version) for t in tensors((args, kwargs))]
-        found = self.analyst.analyse(name, module, forward, args, kwargs)
+        try:
+            found = self.analyst.analyse(name, module, forward, args, kwargs)
+        except SplitError as error:
+            if name:
+                raise
+            raise _LookThrough from error
         call = Call(
             name,
             signature_of(args, kwargs),
@@ -317,6 +324,7 @@ class _Surveyor:
             found.reads,
             found.writes,
             self.analyst.ambient() != self._ambient,
+            found.reason,
         )
         if any(is_elsewhere(tensor) for *_, tensor in state_items(module)):
             out = found.made_up_output(name, self.device)
@@ -354,7 +362,6 @@ def survey(
     *,
     analyst: Analyst,
     context: Callable[[], AbstractContextManager[Any]],
-    opaque_forward: bool,
     device: torch.device,
     seed: int,
 ) -> Survey:
@@ -367,7 +374,6 @@ def survey(
         rest: The step's further arguments.
         analyst: Records and prices the called modules.
         context: The precision plugin's context of this step.
-        opaque_forward: Look through the LightningModule's own forward at the calls inside it.
         device: The rank's device.
         seed: Seed of the random numbers drawn meanwhile.
 
@@ -376,7 +382,7 @@ def survey(
         SplitError: If a called module cannot be recorded although its weights are elsewhere.
     """
     try:
-        return _survey(module, step, batch, rest, analyst, context, opaque_forward, device, seed)
+        return _survey(module, step, batch, rest, analyst, context, False, device, seed)
     except _LookThrough:
         return _survey(module, step, batch, rest, analyst, context, True, device, seed)
 
@@ -414,7 +420,7 @@ def _survey(
         finally:
             run.show_stand_ins(False)
     if not run.calls:
-        raise no_calls(module, step, error) from error
+        raise _no_calls(module, step, error) from error
     canonical = canonical_names(module)
     _refuse_writes(step, run, canonical)
     for call, versions in zip(run.calls, run.versions, strict=True):
@@ -427,7 +433,7 @@ def _survey(
     return Survey(run.calls, used, written, writes_batch, opaque_forward, error)
 
 
-def no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:
+def _no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:
     """The error for a step that never gets to a module with weights."""
     name = type(module).__name__
     if error is not None:

@@ -143,3 +143,136 @@ class Perceptron(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class BatchNormCNN(ImageClassifier):
+    """With running statistics, which see microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i in range(4):
+            layers += [nn.Conv2d(1 if i == 0 else 6, 6, 3, padding=1), nn.BatchNorm2d(6)]
+            layers += [nn.ReLU(inplace=True)]
+        self.model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10))
+
+
+class FrozenPrefix(Perceptron):
+    """Fine-tuning: the first layers take no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net[:8].parameters():
+            parameter.requires_grad = False
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class TwoTowers(L.LightningModule):
+    """The second input enters in the middle; its embedding meets the first only at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.right = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.left(x)
+        right = self.right(x.flip(1))
+        return self.head(left * right)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Autoencoder(L.LightningModule):
+    """Two calls of modules with weights, as in Lightning's own first example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 6))
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        z = self.encoder(x.view(x.size(0), -1))
+        loss = F.mse_loss(self.decoder(z), x)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Siamese(L.LightningModule):
+    """One network called on two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        first, second = self.net(x), self.net(x.flip(1))
+        loss = F.mse_loss(first, second) + first.square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class OneLinear(L.LightningModule):
+    """What people try first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WeightedLoss(Perceptron):
+    """A loss module with a buffer, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 0.3, 0.5]))
+        self.unused = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss(self.net(x), y.softmax(-1))
+
+
+class LogsInForward(Perceptron):
+    """Its own forward logs and counts, so it has to run as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        self.log("mean", y.mean())
+        return y
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self(x), y)

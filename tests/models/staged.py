@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -54,13 +55,16 @@ def cut(program: Program, num_stages: int, holders: Holders | None = None) -> li
 
 
 def place(module: nn.Module, program: Program, bounds: list[int]) -> Holders:
-    """The stages that hold each parameter and buffer; what is not used is on the first."""
+    """The stages that hold each parameter and buffer; unused ones follow their predecessor."""
     stages: dict[str, set[int]] = {name: set() for name in canonical_names(module).values()}
-    for stage, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        for names in program.reads[low:high]:
-            for name in names:
-                stages[name].add(stage)
-    return {name: tuple(sorted(found)) or (0,) for name, found in stages.items()}
+    for stage, (low, high) in enumerate(itertools.pairwise(bounds)):
+        for name in frozenset().union(*program.reads[low:high]):
+            stages[name].add(stage)
+    holders: Holders = {}
+    before: tuple[int, ...] = (0,)
+    for name, found in stages.items():
+        holders[name] = before = tuple(sorted(found)) or before[:1]
+    return holders
 
 
 class Staged:
@@ -77,16 +81,20 @@ class Staged:
             keep = {name for name, stages in self.holders.items() if stage in stages}
             release(pruned, keep, self.holders)
 
-    def stages(self, arguments: Arguments) -> list[StageFunction]:
+    def stages(self, arguments: Arguments, reference: nn.Module) -> list[StageFunction]:
         """The stages' functions for these arguments, up to the one that ends the call."""
         args, kwargs = arguments
+        settings = {"num_stages": self.num_stages, "leaves": self.first.leaves}
+        program = record(reference, args, kwargs, **settings)
+        bounds = cut(program, self.num_stages, self.holders)
+        pruned = record(self.copies[-1], args, kwargs, **settings)
+        assert pruned.piece_names == program.piece_names
+        assert cut(pruned, self.num_stages, self.holders) == bounds
         functions = []
-        for stage, pruned in enumerate(self.copies):
-            program = record(
-                pruned, args, kwargs, num_stages=self.num_stages, leaves=self.first.leaves
-            )
-            bounds = cut(program, self.num_stages, self.holders)
-            functions.append(StageFunction(program, bounds[stage], bounds[stage + 1]))
+        for stage, module in enumerate(self.copies):
+            own = copy.copy(program) if module is not self.copies[-1] else pruned
+            own.module = module  # names are all that a program keeps of its module
+            functions.append(StageFunction(own, bounds[stage], bounds[stage + 1]))
             if bounds[stage + 1] == program.num_pieces:
                 break
         return functions

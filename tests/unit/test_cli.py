@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,14 @@ SINGLE = [
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder and one thread; afterwards no log handler that writes to a closed stream."""
     monkeypatch.chdir(tmp_path)
+    threads, handlers = torch.get_num_threads(), logging.root.handlers[:]
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    logging.root.handlers[:] = handlers
 
 
 @pytest.mark.parametrize("words", [[], ["help"], ["--help"], ["-h"]])
@@ -118,8 +126,9 @@ def test_multirun_runs_every_job_from_a_clean_environment(
 
 
 def test_failing_job_ends_a_multirun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sweep = ["-m", "trainer.overfit_batches=-1,0", "hydra.sweep.dir=sweep", "data.batch_size=0"]
+    sweep = ["-m", "data.batch_size=-1,64", "hydra.sweep.dir=sweep"]
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", *SINGLE, *sweep])
     assert caught.value.code == 1
+    assert "batch_size should be a positive integer" in capfd.readouterr().err
     assert not (tmp_path / "sweep" / "1").exists()

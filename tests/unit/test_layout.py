@@ -19,9 +19,7 @@ from lightning_pipeline.layout import Layout, resolve_layout
         (6, 6, "zbv_zero_bubble", 2, Layout(3, 2, 2)),
     ],
 )
-def test_layouts(
-    devices: int, stages: int, schedule: str, per_rank: int, expected: Layout
-) -> None:
+def test_layouts(devices: int, stages: int, schedule: str, per_rank: int, expected: Layout) -> None:
     assert resolve_layout(devices, stages, schedule, stages_per_rank=per_rank) == expected
     ranks, replicas, depth = expected
     assert ranks * replicas == devices

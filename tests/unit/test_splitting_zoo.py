@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -33,7 +34,9 @@ def arguments_of(model: Model, size: tuple[int, int]) -> Arguments:
     torch.manual_seed(5)
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(model.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return (
+            leaf.to(model.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        )
 
     return pytree.tree_map(cast, model.inputs(*size))
 
@@ -72,7 +75,7 @@ def check(staged: Staged, reference: nn.Module, arguments: Arguments, model: Mod
     """Compare one call of the stages with one call of the whole module."""
     train = reference.training
     with torch.set_grad_enabled(train):
-        stages = staged.stages(arguments)
+        stages = staged.stages(arguments, reference)
         seed_everything(1)
         out, backward = run_whole(reference, clone(arguments))
         seed_everything(1)
@@ -107,7 +110,7 @@ def test_stages_equal_the_whole_model(name: str, num_stages: int) -> None:
     keys = list(reference.state_dict())
     staged = Staged(reference, arguments_of(model, model.sizes[0]), num_stages)
     assert list(reference.state_dict()) == keys
-    for size in model.sizes:
+    for size in model.sizes[: None if num_stages == 3 else 1]:
         for train in (True, False):
             for module in (reference, *staged.copies):
                 module.train(train)
@@ -125,10 +128,7 @@ def test_every_legal_cut_at_once(name: str) -> None:
     arguments = arguments_of(model, model.sizes[0])
     program = record(module, *arguments, num_stages=8)
     bounds = [p for p in range(program.num_pieces + 1) if program.legal[p]]
-    stages = [
-        StageFunction(program, low, high)
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    stages = [StageFunction(program, low, high) for low, high in itertools.pairwise(bounds)]
     seed_everything(1)
     out, backward = run_whole(reference, clone(arguments))
     seed_everything(1)

@@ -1,0 +1,85 @@
+"""The contract: the same parameters as on one device, whatever the schedule and the layout."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import TensorDataset
+
+from lightning_pipeline.schedules import SCHEDULES
+from tests.distributed.fits import Run, Script, classes, distance, rows
+from tests.models.modules import ImageClassifier, LanguageModel, Perceptron
+
+TOLERANCE = 1e-12
+
+
+def images(count: int) -> tuple[TensorDataset, TensorDataset]:
+    def make(n: int, seed: int) -> TensorDataset:
+        return TensorDataset(rows(n, 1, 8, 8, seed=seed), classes(n, top=10, seed=seed))
+
+    return make(count, 1), make(20, 2)
+
+
+def tokens(count: int) -> tuple[TensorDataset, TensorDataset]:
+    def make(n: int, seed: int) -> TensorDataset:
+        text = classes(n, 10, top=17, seed=seed)
+        return TensorDataset(text[:, :-1], text[:, 1:])
+
+    return make(count, 1), make(20, 2)
+
+
+def vectors(count: int) -> tuple[TensorDataset, TensorDataset]:
+    def make(n: int, seed: int) -> TensorDataset:
+        return TensorDataset(rows(n, 6, seed=seed), rows(n, 3, seed=seed + 10))
+
+    return make(count, 1), make(20, 2)
+
+
+MODELS = {
+    "cnn": (ImageClassifier, images),
+    "transformer": (LanguageModel, tokens),
+    "mlp": (Perceptron, vectors),
+}
+LAYOUTS = {"pp2": (2, 1), "pp4": (4, 1), "pp2xdp2": (2, 2)}
+# As few as every schedule allows on two and on four ranks.
+MICROBATCHES = {2: 4, 4: 8}
+# Rows of the training data for one replica, and batches that are accumulated.
+WINDOWS = {"plain": (96, 1), "accumulate3": (96, 3), "partial": (16 * 3 + 5, 1)}
+
+
+def script(model: str, window: str, replicas: int) -> Script:
+    make, dataset = MODELS[model]
+    count, accumulate = WINDOWS[window]
+    return Script(
+        make,
+        lambda: dataset(count * replicas),
+        trainer={
+            "accumulate_grad_batches": accumulate,
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+        },
+    )
+
+
+REFERENCES: dict[tuple[str, str, int], Run] = {}
+
+
+def reference(model: str, window: str, replicas: int) -> Run:
+    key = (model, window, replicas)
+    if key not in REFERENCES:
+        REFERENCES[key] = script(*key).plain(replicas)
+    return REFERENCES[key]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.snake)
+def test_parameters_equal_one_device(schedule, layout, model, window):
+    ranks, replicas = LAYOUTS[layout]
+    expected = reference(model, window, replicas)
+    arguments = {"schedule": schedule.name, "num_microbatches": MICROBATCHES[ranks]}
+    runs = script(model, window, replicas).pipelined(ranks, replicas, **arguments)
+    for run in runs:
+        assert distance(run, expected) <= TOLERANCE
+    for run in runs[::replicas] if replicas > 1 else runs:
+        assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)

@@ -1,0 +1,197 @@
+"""What cannot run is refused on every rank, in the user's words, and never by a hang."""
+
+from __future__ import annotations
+
+import re
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pipeline import PipelineStrategy
+from tests.distributed.fits import Script
+from tests.distributed.ranks import RankFailed
+from tests.distributed.test_exactness import images, vectors
+from tests.models.modules import BatchNormCNN, Perceptron
+
+
+class Manual(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Perceptron):
+    def backward(self, loss):
+        loss.backward()
+
+
+class TwoOptimizers(Perceptron):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.SGD([self.scale], 0.1)]
+
+
+class UsesLBFGS(Perceptron):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class DependsOnValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.sum() > 0:
+            x = -x
+        return self.second(x)
+
+
+class ValueDependent(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.net = DependsOnValues()
+
+
+class NoCall(Perceptron):
+    def training_step(self, batch, batch_idx):
+        return self.scale * batch[0].mean()
+
+
+class ReturnsNothing(Perceptron):
+    def training_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+
+class Detached(Perceptron):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+class NoTensors(Perceptron):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return "text"
+
+
+class ChangesCalls(Perceptron):
+    def training_step(self, batch, batch_idx):
+        y = self.net(batch[0])
+        if batch_idx == 2:
+            y = y + self.net(batch[0])
+        return F.mse_loss(y, batch[1])
+
+
+class ChangesSetting(Perceptron):
+    class Tempered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = 1.0
+            self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+        def forward(self, x):
+            return self.layers(x) / self.temperature
+
+    def __init__(self):
+        super().__init__()
+        self.net = self.Tempered()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net.temperature = 1.0 + batch_idx
+
+
+class WritesWeights(Perceptron):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class UsesForeignWeight(Perceptron):
+    """A hook looks at a weight that one of the ranks does not hold."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("first", self.net[0].weight.abs().sum() + self.net[-1].weight.abs().sum())
+
+
+REFUSED = {
+    "manual optimization": (Manual, "needs automatic optimization.*Return the loss"),
+    "own backward": (OwnBackward, "OwnBackward.backward would never be called.*on_after_backward"),
+    "two optimizers": (TwoOptimizers, "optimizer"),
+    "LBFGS": (UsesLBFGS, "cannot run LBFGS.*AdamW"),
+    "value dependent": (ValueDependent, r"if x.sum\(\) > 0.*depends on"),
+    "no call": (NoCall, "calls no module that holds parameters.*self.model"),
+    "returns nothing": (ReturnsNothing, "must return a loss.*multiplied by 0"),
+    "detached loss": (Detached, "does not depend on any parameter"),
+    "no tensors": (NoTensors, "cannot be cut into microbatches.*on_after_batch_transfer"),
+    "changing calls": (ChangesCalls, "calls self.net as number 2.*may not change"),
+    "changing setting": (ChangesSetting, "self.net.temperature is 2.0, but was 1.0.*buffer"),
+    "writes weights": (WritesWeights, "itself writes to 'net.0.weight'.*on_train_batch_end"),
+    "foreign weight": (UsesForeignWeight, "'net.*' *, *which is on stage"),
+}
+EVERYWHERE = {
+    "manual optimization", "own backward", "two optimizers", "LBFGS", "value dependent", "no call",
+    "no tensors", "writes weights", "foreign weight",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_on_every_rank(case):
+    model, message = REFUSED[case]
+    script = Script(model, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    with pytest.raises(RankFailed) as caught:
+        script.pipelined(2, deadline=30)
+    said = str(caught.value).split("\nrank 1: ")
+    assert len(said) == 2, "a rank hung or died without a word"
+    told = [bool(re.search(message, text, re.DOTALL)) for text in said]
+    assert all(told) if case in EVERYWHERE else any(told), caught.value
+
+
+def test_sync_batchnorm_is_refused():
+    script = Script(BatchNormCNN, lambda: images(32), trainer={"sync_batchnorm": True})
+    with pytest.raises(RankFailed, match=r"sync_batchnorm=True.*each microbatch"):
+        script.pipelined(2, deadline=30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": "1f2b"}, "schedule must be one of GPipe.*Set schedule='1F1B'"),
+        ({"pipeline_parallel_size": 3}, "must divide the number of processes, got 3 for 4"),
+        ({"num_microbatches": 2}, "1F1B needs at least as many microbatches as stages.*=4"),
+        ({"schedule": "DualPipeV", "num_microbatches": 4}, "num_microbatches=8"),
+        ({"schedule": "GPipe", "stages_per_rank": 2}, "GPipe needs exactly 1 stage"),
+        ({"schedule": "ZBVZeroBubble", "stages_per_rank": 3}, "exactly 2 stage"),
+        ({"schedule": "Interleaved1F1B", "num_microbatches": 9}, "num_microbatches=8 or "),
+    ],
+)
+def test_impossible_counts_are_refused_before_any_process_starts(arguments, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=PipelineStrategy(**arguments))
+
+
+def test_unknown_module_name():
+    script = Script(Perceptron, lambda: vectors(32))
+    with pytest.raises(RankFailed, match=r"dotted name.*'nett'.*Close ones are 'net'"):
+        script.pipelined(2, module="nett", deadline=30)
+
+
+def test_unknown_partition_name():
+    script = Script(Perceptron, lambda: vectors(32))
+    with pytest.raises(RankFailed, match=r"'net.99' does not run"):
+        script.pipelined(2, partition=("net.99",), deadline=30)
+
+
+def test_error_of_the_user_keeps_its_own_type_and_line():
+    class Broken(Perceptron):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                raise KeyError("my own mistake")
+            return loss
+
+    script = Script(Broken, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    with pytest.raises(RankFailed, match=r"KeyError: 'my own mistake'"):
+        script.pipelined(2, deadline=30)

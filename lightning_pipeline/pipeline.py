@@ -24,7 +24,7 @@ from lightning_pipeline.logs import LogExchange, LogRecorder
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.metrics import SharedCompute, StepMetrics
 from lightning_pipeline.passes import StepPass
-from lightning_pipeline.plan import Plan, make_plan
+from lightning_pipeline.plan import Plan, make_plan, stage_modules
 from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.splitting import (
     canonical_names,
@@ -241,7 +241,7 @@ class Pipeline:
             self._mesh.sizes,
             num_microbatches,
             plan.stage_cost,
-            plan.stage_names,
+            stage_modules(plan.stage_names),
             [count for count, _ in counts],
             [size for _, size in counts],
             self._options.stages_per_rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_pipeline.actions import action_lists
@@ -186,6 +187,35 @@ def make_plan(
         timeline.bubble,
         tuple(notes),
     )
+
+
+def stage_modules(pieces: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Names the modules of each stage, a module whose pieces are all there by its own name.
+
+    Example:
+        >>> stage_modules([["net.0.conv", "net.0.norm", "net.1.conv"], ["net.1.norm", "head"]])
+        [['net.0', 'net.1.conv'], ['net.1.norm', 'head']]
+
+    Args:
+        pieces: For each stage, the dotted module name of every piece, in order. A piece that is a
+            container's own code has the container's name.
+    """
+    stages_of: dict[str, set[int]] = {}
+    for stage, names in enumerate(pieces):
+        for name in names:
+            for prefix in accumulate(name.split("."), "{}.{}".format):
+                stages_of.setdefault(prefix, set()).add(stage)
+    named = []
+    for names in pieces:
+        shown: dict[str, None] = {}
+        for name in names:
+            prefixes = accumulate(name.split("."), "{}.{}".format)
+            whole = (prefix for prefix in prefixes if len(stages_of[prefix]) == 1)
+            shown[next(whole, name)] = None
+        inner = {name for name in shown if any(other.startswith(name + ".") for other in shown)}
+        outer = [name for name in shown if name and name not in inner]
+        named.append(outer or list(shown))
+    return named
 
 
 # Parts of dotted names; the part "" says that a name ends there.

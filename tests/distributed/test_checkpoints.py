@@ -99,16 +99,18 @@ class Resumed:
 @pytest.mark.parametrize("saved", [1, 2, 4])
 @pytest.mark.parametrize("resumed", [1, 2, 4])
 def test_any_layout_resumes_from_any_other(tmp_path, saved, resumed):
-    path = tmp_path / "middle.ckpt"
-    first = Script(
-        Perceptron,
-        lambda: vectors(32),
-        trainer={"limit_val_batches": 0, "callbacks": [Checkpoint(path)]},
-    )
-    expected = first.plain() if saved == 1 else first.pipelined(saved)[0]
-    again = resume(path)
-    runs = [again.plain()] if resumed == 1 else again.pipelined(resumed)
-    for run in runs:
+    def interrupted(path):
+        trainer = {"limit_val_batches": 0, "callbacks": [Checkpoint(path)]}
+        return Script(Perceptron, lambda: vectors(32), trainer=trainer)
+
+    plain, path = tmp_path / "plain.ckpt", tmp_path / "other.ckpt"
+    interrupted(plain).plain()
+    expected = resume(plain).plain()
+    if saved == 1:
+        path = plain
+    else:
+        interrupted(path).pipelined(saved)
+    for run in [resume(path).plain()] if resumed == 1 else resume(path).pipelined(resumed):
         assert distance(run, expected) <= TOLERANCE
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightning_pipeline.mesh import MeshSizes
-from lightning_pipeline.plan import Plan, condense_names, make_plan
+from lightning_pipeline.plan import Plan, condense_names, make_plan, stage_modules
 from lightning_pipeline.schedules import get_schedule
 
 
@@ -139,3 +139,17 @@ def test_sizes_are_readable(parameters: int, bytes: int, cells: str) -> None:
     )
     row = " ".join(str(plan).splitlines()[2].split())
     assert f"net {' '.join(cells.split())} 100.0 %" in row
+
+
+def test_stage_modules_names_whole_modules():
+    pieces = [
+        ["stem", "blocks.0.conv", "blocks.0", "blocks.1.conv", "blocks.1"],
+        ["blocks.1.norm", "blocks.1", "blocks.2.conv", "blocks.2.norm", "", "head"],
+        [],
+    ]
+    assert stage_modules(pieces) == [
+        ["stem", "blocks.0", "blocks.1.conv"],
+        ["blocks.1.norm", "blocks.2", "head"],
+        [],
+    ]
+    assert stage_modules([[""], ["a"]]) == [[""], ["a"]]

@@ -84,15 +84,10 @@ def _slice(value: Any, start: int, stop: int, rows: int) -> Any:
         if plain and len(value) == rows:
             return value[start:stop]
         return type(value)(_slice(item, start, stop, rows) for item in value)
-    leaves, spec = pytree.tree_flatten_with_path(value)
-    if len(leaves) == 1 and leaves[0][0] == ():
-        return value
-    return _map_children(value, start, stop, rows)
-
-
-def _map_children(value: Any, start: int, stop: int, rows: int) -> Any:
-    """Slices the children of a registered container (dict, named tuple, dataclass, ...)."""
+    # Any other container that torch knows: dict, named tuple, dataclass, ...
     children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    if len(children) == 1 and children[0] is value:
+        return value
     return pytree.tree_unflatten([_slice(child, start, stop, rows) for child in children], spec)
 
 

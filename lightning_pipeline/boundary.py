@@ -28,7 +28,7 @@ class _Boundary(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 
@@ -36,7 +36,7 @@ def cross(tensor: Tensor) -> Tensor:
     """``tensor`` as it leaves or enters a stage: dense, no view, in the same autograd graph."""
     if not tensor.requires_grad:
         return tensor.detach().contiguous()
-    return _Boundary.apply(tensor)  # type: ignore[no-any-return]
+    return _Boundary.apply(tensor)
 
 
 def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
@@ -81,9 +81,8 @@ def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
 
 def _is_opaque(node: Node) -> bool:
     # Autograd functions written in Python are nodes of a Python class.
-    return isinstance(node, torch._C._FunctionBase) and not isinstance(
-        node, _Boundary._backward_cls  # type: ignore[attr-defined]
-    )
+    kinds = type(node).__mro__
+    return torch._C._FunctionBase in kinds and _Boundary._backward_cls not in kinds
 
 
 def _closure(nodes: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:

@@ -128,4 +128,4 @@ def _filled(
             {**own, "state": dict(sorted({**own["state"], **others}.items()))}
             for own, others in zip(optimizers, states, strict=True)
         ]
-    return whole  # type: ignore[no-any-return]
+    return whole

@@ -38,9 +38,15 @@ class Work(Protocol):
         key: Equal for two batches whose boundaries have the same metadata.
     """
 
-    num_microbatches: int
     trains: bool
-    key: Hashable
+
+    @property
+    def num_microbatches(self) -> int:
+        """At least 1."""
+
+    @property
+    def key(self) -> Hashable:
+        """Compared and hashed only."""
 
     def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Tensors that ``stage`` receives."""
@@ -99,11 +105,12 @@ class _Stage(PipelineStage):
         device: torch.device,
         group: Any,
     ) -> None:
+        self.body = _Body(index)
         self._received, self._sent = _as_tensors(received), _as_tensors(sent)
         self._whole_backward: set[int] = set()
         self._splits: dict[tuple[Any, ...], bool] = {}
         super().__init__(
-            _Body(index),
+            self.body,
             index,
             num_stages,
             device,
@@ -111,7 +118,7 @@ class _Stage(PipelineStage):
             output_args=self._sent[0],
             group=group,
         )
-        self.submod.num_sent = len(self._sent[0])
+        self.body.num_sent = len(self._sent[0])
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -142,7 +149,7 @@ class _Stage(PipelineStage):
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.microbatch = fwd_chunk_id
+        self.body.microbatch = fwd_chunk_id
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
@@ -177,7 +184,7 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
-            self.submod.work.finished(self.stage_index)
+            self.body.work.finished(self.stage_index)
 
 
 def _as_tensors(metas: list[list[TensorMeta]]) -> list[tuple[Tensor, ...]]:
@@ -225,7 +232,7 @@ class Engine:
         self._passes.move_to_end(key)
         stages, schedule = self._passes[key]
         for stage in stages:
-            stage.submod.work = work
+            stage.body.work = work
         try:
             # Each last stage gets the numbers of its microbatches as torch's loss targets.
             targets = torch.arange(work.num_microbatches) if self._mesh.is_last else None
@@ -275,7 +282,7 @@ class Engine:
         forward = torch_schedules._ComputationType.FORWARD
         backward = torch_schedules._ComputationType.FULL_BACKWARD
         microbatches = range(num_microbatches)
-        actions = {}
+        actions: dict[int, list[torch_schedules._Action | None]] = {}
         for rank in range(self._num_ranks):
             held = self._schedule.stages_of_rank(rank, self._num_ranks, len(stages))
             ahead = [(s, forward, m) for s in sorted(held) for m in microbatches]

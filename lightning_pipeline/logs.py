@@ -115,7 +115,9 @@ def _reduced(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
     reduction = _REDUCTIONS.get(name.lower(), "mean")
     if reduction == "mean":
         return (values * weights).sum() / weights.sum()
-    return {"sum": values.sum, "max": values.max, "min": values.min}[reduction]()
+    if reduction == "sum":
+        return values.sum()
+    return values.max() if reduction == "max" else values.min()
 
 
 class LogExchange:

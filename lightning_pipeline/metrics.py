@@ -123,7 +123,9 @@ def _whole_batch_calls(
     calls: list[list[tuple[str, Any, Any]]], weights: list[int]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Joins the calls of all microbatches; calls that differ in kind are made one by one."""
-    kinds = {tuple((method, str(pytree.tree_structure((a, k)))) for method, a, k in mb) for mb in calls}
+    kinds = {
+        tuple((method, str(pytree.tree_structure((a, k)))) for method, a, k in mb) for mb in calls
+    }
     if len(kinds) != 1:
         for microbatch in calls:
             yield from microbatch

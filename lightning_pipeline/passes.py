@@ -88,9 +88,8 @@ class StepPass:
         item = self.microbatches[microbatch]
         saved = [(buffer, buffer.detach().clone()) for buffer in self.buffers[stage]]
         values, returned = self.runners[stage](item, received)
-        with torch.no_grad():
-            for buffer, value in saved:
-                buffer.copy_(value)
+        for buffer, value in saved:
+            buffer.data.copy_(value)  # not a new version: the backward has saved this one
         if stage < item.plan.num_stages - 1:
             return values
         return _loss_of(item, returned) if self.trains else torch.zeros(())
@@ -115,8 +114,8 @@ class StepPass:
         """Mean loss over the batch, float64; ``None`` where it is not known."""
         if not self.losses:
             return None
-        shares = [self.cut.share(index) for index in range(len(self.losses))]
-        return sum(loss.double() * s for loss, s in zip(self.losses, shares, strict=True))  # type: ignore[return-value]
+        weighted = [loss.double() * self.cut.share(i) for i, loss in enumerate(self.losses)]
+        return torch.stack(weighted).sum()
 
     def output(self) -> Any:
         """What the step would have returned for the whole batch, on the last stage."""
@@ -166,6 +165,6 @@ def _merge(leaves: tuple[Any, ...], sizes: list[int]) -> Any:
     if first.ndim and all(len(t) == n for t, n in zip(tensors, sizes, strict=True)):
         return torch.cat(tensors)
     if not first.ndim and first.is_floating_point():
-        total = sum(t.double() * n for t, n in zip(tensors, sizes, strict=True)) / sum(sizes)
-        return total.to(first.dtype)  # type: ignore[union-attr]
+        weighted = [t.double() * n for t, n in zip(tensors, sizes, strict=True)]
+        return (torch.stack(weighted).sum() / sum(sizes)).to(first.dtype)
     return tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +93,7 @@ class Pipeline:
         options: Options,
         device: torch.device,
         seed: int,
-        context: dict[str, Context],
+        context: Mapping[str, Context],
     ) -> None:
         self._module, self._mesh, self._options = module, mesh, options
         self._device, self._seed, self._context = device, seed, context
@@ -113,7 +113,9 @@ class Pipeline:
 
     # placing
 
-    def place(self, step: str, args: tuple[Any, ...], on_placed: Callable[[StepPlan, int], None]) -> None:
+    def place(
+        self, step: str, args: tuple[Any, ...], on_placed: Callable[[StepPlan, int], None]
+    ) -> None:
         """Surveys the step on its first batch and leaves this rank with its stages' weights.
 
         Args:
@@ -146,6 +148,9 @@ class Pipeline:
         """Surveys in training mode where the weights are: on the host, before they are placed."""
         modes = [(child, child.training) for child in self._module.modules()]
         host = next((t.device for *_, t in state_items(self._module)), self._device)
+        analyst = self._analyst
+        if host != self._device:
+            analyst = Analyst(self._module, self._num_stages, host, analyst.leaves)
         try:
             if step == "training_step":
                 self._module.train()
@@ -155,10 +160,11 @@ class Pipeline:
                     step,
                     move_data_to_device(microbatch, host),
                     rest,
-                    analyst=Analyst(self._module, self._num_stages, host),
+                    analyst=analyst,
                     context=self._context[step],
                     device=host,
                     seed=self._seed,
+                    only=self._options.module,
                 )
         finally:
             for child, training in modes:
@@ -180,7 +186,7 @@ class Pipeline:
         self._held = {stage: [] for stage in self._mesh.stages}
         self._buffers = {stage: [] for stage in self._mesh.stages}
         holders: dict[int, frozenset[int]] = {}
-        for owner, _, key, name, tensor in state_items(self._module):
+        for _, _, _, name, tensor in state_items(self._module):
             if canonical[name] != name or is_elsewhere(tensor):
                 continue
             stages = holders[id(tensor)] = placement.holders[name]
@@ -194,6 +200,11 @@ class Pipeline:
         self.counted_here = {
             key: self._mesh.holder_ranks(stages)[0] == rank for key, stages in holders.items()
         }
+
+    def abandon(self) -> None:
+        """Takes off what was put on the module, without talking to other ranks."""
+        self._computed.remove()
+        self._engine.clear()
 
     def put_back(self) -> None:
         """Makes the module whole again on every rank, from the ranks that hold its parts."""
@@ -300,9 +311,9 @@ class Pipeline:
         seed = mix(self._seed, *step.encode(), number if count is None else count)
         metrics = StepMetrics(self._module)
         recorder = LogRecorder(self._module, metrics)
-        microbatches = []
+        microbatches, mode = [], self._mode()
         for index, microbatch in enumerate(cut_batch(batch, cut)):
-            plan = self._plan(step, microbatch, rest)
+            plan = self._plan(step, microbatch, rest, mode)
             log = None if cut.is_filler(index) else recorder
             own_seed = mix(seed, self._mesh.data_rank, index)
             microbatches.append(Microbatch(microbatch, rest, plan, own_seed, log))
@@ -353,12 +364,18 @@ class Pipeline:
         )
         return even_cut(rows, real, total)
 
-    def _plan(self, step: str, microbatch: Any, rest: tuple[Any, ...]) -> StepPlan:
+    def _mode(self) -> Hashable:
+        """What a plan depends on besides shapes; equal on all ranks."""
+        return (
+            tuple(child.training for child in self._module.modules()),
+            tuple(parameter.requires_grad for parameter in self._module.parameters()),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+
+    def _plan(self, step: str, microbatch: Any, rest: tuple[Any, ...], mode: Hashable) -> StepPlan:
         assert self.placement is not None
-        modules = tuple(child.training for child in self._module.modules())
-        grads = tuple(parameter.requires_grad for parameter in self._module.parameters())
-        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        key = (step, _batch_signature(microbatch), modules, grads, modes)
+        key = (step, _batch_signature(microbatch), mode)
         if key not in self._plans:
             found = self._survey(step, microbatch, rest)
             self._plans[key] = plan_step(
@@ -376,6 +393,7 @@ class Pipeline:
             context=self._context[step],
             device=self._device,
             seed=self._seed,
+            only=self._options.module,
         )
 
 

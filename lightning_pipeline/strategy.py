@@ -20,23 +20,23 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
 from lightning_pipeline.gradients import Parking, global_norm
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
-from lightning_pipeline.pipeline import Options, Pipeline
+from lightning_pipeline.pipeline import Context, Options, Pipeline
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.refusals import check_module, check_module_name, check_optimizers
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
-from lightning_pipeline.splitting import is_elsewhere
+from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import StepPlan
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -61,7 +61,7 @@ class PipelineStrategy(DDPStrategy):
         module: Dotted name of the module to cut; ``None``: found by itself.
         partition: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list of dotted names
             gives the module that begins each stage after the first.
-        save_distributed_checkpoint: Write a torch.distributed.checkpoint folder instead of a file.
+        save_distributed_checkpoint: Must be ``False``: a checkpoint is one plain Lightning file.
         process_group_backend: As in Lightning's DDPStrategy.
         timeout: As in Lightning's DDPStrategy.
         start_method: As in Lightning's DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"``.
@@ -102,6 +102,11 @@ class PipelineStrategy(DDPStrategy):
             partition if isinstance(partition, str) else tuple(partition),
             module,
         )
+        if save_distributed_checkpoint:
+            raise ValueError(
+                "save_distributed_checkpoint must be False, got True: checkpoints are one plain "
+                "Lightning file, gathered on global rank 0. Remove the argument."
+            )
         if isinstance(pipeline_parallel_size, int):
             chosen.check(pipeline_parallel_size, stages_per_rank, num_microbatches)
         self._mesh: Mesh | None = None
@@ -168,7 +173,7 @@ class PipelineStrategy(DDPStrategy):
             trainer._accelerator_connector.use_distributed_sampler = False
         self._share_random_state()
         self.precision_plugin.convert_module(module)
-        _sync_module_states(module)
+        self._share_state(module)
         self.model_to_device()
         self._pipeline = self._make_pipeline(module)
         if fitting:
@@ -179,7 +184,7 @@ class PipelineStrategy(DDPStrategy):
 
     def _make_pipeline(self, module: pl.LightningModule) -> Pipeline:
         plugin = self.precision_plugin
-        contexts = (
+        contexts: tuple[Context, ...] = (
             plugin.train_step_context,
             plugin.val_step_context,
             plugin.test_step_context,
@@ -188,6 +193,13 @@ class PipelineStrategy(DDPStrategy):
         seed = self.broadcast(torch.initial_seed() % 2**62)
         context = dict(zip(_STEPS, contexts, strict=True))
         return Pipeline(module, self.mesh, self._options, self.root_device, seed, context)
+
+    def _share_state(self, module: pl.LightningModule) -> None:
+        """Starts every rank with the weights of global rank 0, which stay where they are."""
+        for tensor in {id(t): t for *_, t in state_items(module)}.values():
+            value = tensor.data.to(self.root_device)
+            dist.broadcast(value, 0)
+            tensor.data.copy_(value)
 
     def _share_random_state(self) -> None:
         """Lets ranks of one pipeline shuffle alike, with or without a seed."""
@@ -205,6 +217,16 @@ class PipelineStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and not isinstance(scaler, ShardedGradScaler):
+            # A rank sees only its own infinities; all ranks must skip the same steps.
+            shared = ShardedGradScaler(self.root_device.type, process_group=dist.group.WORLD)
+            shared.load_state_dict(scaler.state_dict())
+            self.precision_plugin.scaler = shared  # type: ignore[attr-defined]
 
     @override
     def model_to_device(self) -> None:
@@ -228,13 +250,17 @@ class PipelineStrategy(DDPStrategy):
             "training_step",
             args,
             trains=True,
-            scale=1 / accumulated,
+            scale=self._gradient_scale() / accumulated,
             count=loop.total_batch_idx,
         )
         if self._parks:
             self._parking.park(parameters)
         loss = loss.to(_loss_dtype(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _gradient_scale(self) -> float | Tensor:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
     @override
     def backward(
@@ -341,6 +367,8 @@ class PipelineStrategy(DDPStrategy):
             # react to SIGTERM: no collective from here on, and no child is left behind.
             if isinstance(self._launcher, _SubprocessScriptLauncher):
                 self._launcher.kill(signal.SIGKILL)
+            if self._pipeline is not None:
+                self._pipeline.abandon()
             self.precision_plugin.teardown()
             assert self.accelerator is not None
             self.accelerator.teardown()
@@ -378,5 +406,5 @@ def _sees_old_gradients(module: pl.LightningModule) -> bool:
     hooks = ("optimizer_zero_grad", "on_before_zero_grad")
     if any(is_overridden(hook, module) for hook in hooks):
         return True
-    callbacks = module.trainer.callbacks
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     return any(is_overridden("on_before_zero_grad", callback) for callback in callbacks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -89,13 +89,21 @@ class Analyst:
         root: The LightningModule.
         num_stages: Number of stages that the pieces must be small enough for.
         device: Device that the recorded code runs on.
+        leaves: Where earlier recordings of each called module stopped, shared with them, so that
+            all recordings of a module have the same pieces.
     """
 
-    def __init__(self, root: nn.Module, num_stages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        num_stages: int,
+        device: torch.device,
+        leaves: dict[str, frozenset[str]] | None = None,
+    ) -> None:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
         self._memo: dict[Any, tuple[nn.Module, Analysis]] = {}
-        self._leaves: dict[str, frozenset[str]] = {}
+        self.leaves = {} if leaves is None else leaves
 
     def ambient(self) -> tuple[Any, ...]:
         """Autograd and autocast state of this moment."""
@@ -129,14 +137,15 @@ class Analyst:
         checkpointing: bool,
     ) -> Analysis:
         try:
-            with _own_forward(module) if not name else nullcontext(set()) as read:
+            watch: AbstractContextManager[set[str]] = nullcontext(set())
+            with watch if name else _own_forward(module) as read:
                 program = record(
                     module,
                     args,
                     kwargs,
                     forward=forward,
                     num_stages=self._num_stages,
-                    leaves=self._leaves.get(name),
+                    leaves=self.leaves.get(name),
                     device=self._device,
                 )
             ran = {
@@ -154,7 +163,7 @@ class Analyst:
                 raise
             warnings.warn(f"{name} stays in one piece. {error}", stacklevel=2)
             return self._whole(name, module, None, self._weight_cost(module), error)
-        self._leaves[name] = program.leaves
+        self.leaves[name] = program.leaves
         # An object among the arguments may change unseen, and the recomputation of a checkpoint
         # around the call needs all of it.
         leaves = pytree.tree_leaves((args, kwargs))

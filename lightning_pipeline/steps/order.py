@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -91,7 +92,7 @@ class Order:
             for name in self.calls[i].reads[p]:
                 users[name].append((i, p))
         for name, pieces in users.items():
-            for first, second in zip(pieces, pieces[1:], strict=False):
+            for first, second in pairwise(pieces):
                 if name in writes or (woven and self._independent(first[0], second[0])):
                     self._groups.join(self._number[first], self._number[second])
         for i, call in enumerate(self.calls):
@@ -102,7 +103,7 @@ class Order:
                     self._groups.join(self._number[i, p - 1], self._number[i, p])
 
     def _independent(self, first: int, second: int) -> bool:
-        """Whether neither call uses the other's output; calls are never independent of themselves."""
+        """Whether neither call uses the other's output; a call depends on itself."""
         if first == second:
             return False
         return not self._reaches(first, second) and not self._reaches(second, first)

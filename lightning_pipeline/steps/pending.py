@@ -11,10 +11,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipeline.errors import StepError
 
-READS = frozenset(
-    "__bool__ item tolist numpy __float__ __int__ __index__ __array__ equal allclose cpu "
-    "__contains__ nonzero".split()
-)
+_NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "__contains__", "item", "tolist")
+READS = frozenset([*_NUMBERS, "numpy", "__array__", "equal", "allclose", "cpu", "nonzero"])
+"""Functions that turn a tensor's values into something that is not a tensor on its device."""
 
 
 class TensorMeta(NamedTuple):
@@ -72,5 +71,5 @@ class Pending(Tensor):
     def like(meta: TensorMeta, device: torch.device) -> Tensor:
         """A pending tensor of ``meta``'s shape, dtype and gradient flag."""
         value = float("nan") if meta.dtype.is_floating_point or meta.dtype.is_complex else 1
-        pending = meta.fill(value, device).as_subclass(Pending)  # type: ignore[arg-type]
+        pending = meta.fill(value, device).as_subclass(Pending)
         return pending.requires_grad_(meta.requires_grad)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_pipeline.errors import SplitError, StepError
 from lightning_pipeline.splitting import (
@@ -67,7 +69,7 @@ class StepPlan:
         carried: Tensors that cross into each stage, besides the fingerprints.
         last_call: Index of the last call that each stage has a part in, -1 for none.
         writes_batch: Whether the step writes to its batch.
-        opaque_forward: Whether the LightningModule's own forward is looked through.
+        targets: The modules whose calls are cut, with their names.
         stage_cost: Seconds of forward of each stage.
         stage_names: Module names of each stage's pieces.
         survey_error: What the survey's run raised behind the last call.
@@ -78,7 +80,7 @@ class StepPlan:
     calls: list[Call]
     cuts: list[list[int]]
     writes_batch: bool
-    opaque_forward: bool
+    targets: list[tuple[str, nn.Module]]
     stage_cost: list[float]
     stage_names: list[list[str]]
     survey_error: Exception | None
@@ -153,7 +155,7 @@ def place(
     """
     order, cuts = _first_cut(module, survey.calls, num_stages, spec, seconds_per_byte)
     bounds = [0, *cuts, len(order.units)]
-    if any(a == b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a == b for a, b in pairwise(bounds)):
         # An empty stage is fine for a tiny model, not for one that could be cut if it were mended.
         for call in survey.calls:
             if call.reason is not None:
@@ -217,7 +219,7 @@ def _first_cut(
 
 def _stage_costs(order: Order, cuts: list[int]) -> list[float]:
     bounds = [0, *cuts, len(order.units)]
-    return [float(order.cost[a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [float(order.cost[a:b].sum()) for a, b in pairwise(bounds)]
 
 
 def plan_step(
@@ -262,9 +264,9 @@ def plan_step(
         survey.calls,
         by_call,
         survey.writes_batch,
-        survey.opaque_forward,
+        survey.targets,
         _stage_costs(order, cuts),
-        [names[a:b] for a, b in zip(bounds, bounds[1:], strict=False)],
+        [names[a:b] for a, b in pairwise(bounds)],
         survey.error,
     )
     _check(plan, survey, placement)

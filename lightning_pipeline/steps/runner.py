@@ -22,7 +22,7 @@ from lightning_pipeline.steps.analyst import _PLAIN, signature_of
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, stream
-from lightning_pipeline.steps.survey import Call, copied, patched, silenced, targets
+from lightning_pipeline.steps.survey import Call, copied, patched, silenced
 
 _SAMPLES = 16
 
@@ -58,7 +58,9 @@ def fingerprint(args: Any) -> Tensor:
             continue
         flat = tensor.detach().reshape(-1)
         samples = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-        samples = (torch.view_as_real(samples).sum(-1) if samples.is_complex() else samples).double()
+        samples = (
+            torch.view_as_real(samples).sum(-1) if samples.is_complex() else samples
+        ).double()
         factors = torch.arange(1, samples.numel() + 1, dtype=torch.float64, device=samples.device)
         total = total.to(samples.device) + (samples * factors).sum() * (position + 1)
     return total
@@ -94,7 +96,7 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]]
     device: torch.device
     mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
-    _targets: dict[bool, list[tuple[str, nn.Module]]] = field(default_factory=dict)
+    _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
 
     def __call__(
         self, microbatch: Microbatch, carried: tuple[Tensor, ...]
@@ -157,14 +159,13 @@ class Runner:
     def _run_step(self, microbatch: Microbatch, progress: _Progress, is_last: bool) -> Any:
         plan, module = microbatch.plan, self.module
         batch = copied(microbatch.batch) if plan.writes_batch else microbatch.batch
-        if plan.opaque_forward not in self._targets:
-            self._targets[plan.opaque_forward] = targets(module, plan.opaque_forward)
-        changes = [
+        changes: list[tuple[object, str, Any]] = [
             (child, "forward", self._interceptor(name, child, microbatch, progress))
-            for name, child in self._targets[plan.opaque_forward]
+            for name, child in plan.targets
         ]
         if not is_last or microbatch.log is None:
-            changes += silenced(module)
+            self._silenced = self._silenced or silenced(module)
+            changes += self._silenced
         else:
             changes.append((module, "log", microbatch.log))
         try:

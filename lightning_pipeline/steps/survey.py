@@ -97,7 +97,7 @@ class Survey:
             before the first use.
         written: Parameters and buffers that the step's own code writes.
         writes_batch: Whether the step writes in place to its batch.
-        opaque_forward: Whether the LightningModule's own forward is looked through.
+        targets: The modules whose calls are cut, with their names.
         error: What the step raised behind its last call, for later messages.
     """
 
@@ -105,7 +105,7 @@ class Survey:
     used: dict[str, int]
     written: frozenset[str]
     writes_batch: bool
-    opaque_forward: bool
+    targets: list[tuple[str, nn.Module]]
     error: Exception | None
 
 
@@ -186,8 +186,18 @@ def patched(changes: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
                 attributes[key] = old
 
 
-def targets(module: LightningModule, opaque_forward: bool) -> list[tuple[str, nn.Module]]:
-    """The modules whose calls a step is cut at: those with weights, metrics excepted."""
+def targets(
+    module: LightningModule, opaque_forward: bool, only: str | None
+) -> list[tuple[str, nn.Module]]:
+    """The modules whose calls a step is cut at: those with weights, metrics excepted.
+
+    Args:
+        module: The user's LightningModule.
+        opaque_forward: Look through its own forward at the calls inside it.
+        only: The single module to cut; the step's own code uses the weights of the others.
+    """
+    if only is not None:
+        return [(only, module.get_submodule(only))]
     found: list[tuple[str, nn.Module]] = []
     metrics = [name + "." for name, m in module.named_modules() if isinstance(m, Metric)]
     for name, child in module.named_modules():
@@ -251,12 +261,11 @@ class _Surveyor:
         self,
         module: LightningModule,
         analyst: Analyst,
-        opaque_forward: bool,
         ambient: tuple[Any, ...],
         device: torch.device,
     ) -> None:
         self.module, self.analyst, self.device = module, analyst, device
-        self.opaque_forward, self._ambient = opaque_forward, ambient
+        self._ambient = ambient
         self.calls: list[Call] = []
         self.versions: list[list[tuple[Tensor, int]]] = []
         self._inside = False
@@ -266,7 +275,7 @@ class _Surveyor:
     def _make_stand_ins(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
         """Made-up values for weights that are elsewhere: ones, expanded from a single element."""
         made: dict[int, Tensor] = {}
-        entries = []
+        entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for _, owner, key, _, tensor in state_items(self.module):
             if is_elsewhere(tensor):
                 one = torch.ones((), dtype=tensor.dtype, device=self.device)
@@ -364,6 +373,7 @@ def survey(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     seed: int,
+    only: str | None = None,
 ) -> Survey:
     """Runs ``module.<step>(batch, *rest)`` once to see its calls; nothing of it stays.
 
@@ -376,15 +386,16 @@ def survey(
         context: The precision plugin's context of this step.
         device: The rank's device.
         seed: Seed of the random numbers drawn meanwhile.
+        only: Dotted name of the single module to cut, ``None`` for all that hold weights.
 
     Raises:
         StepError: If the step does something that stages cannot follow.
         SplitError: If a called module cannot be recorded although its weights are elsewhere.
     """
     try:
-        return _survey(module, step, batch, rest, analyst, context, False, device, seed)
+        return _survey(module, step, batch, rest, analyst, context, False, device, seed, only)
     except _LookThrough:
-        return _survey(module, step, batch, rest, analyst, context, True, device, seed)
+        return _survey(module, step, batch, rest, analyst, context, True, device, seed, only)
 
 
 class _LookThrough(BaseException):
@@ -401,14 +412,16 @@ def _survey(
     opaque_forward: bool,
     device: torch.device,
     seed: int,
+    only: str | None,
 ) -> Survey:
     batch = copied(batch)
     batch_versions = [(t, t._version) for t in tensors(batch)]
     error: Exception | None = None
     with untouched(module), stream(seed, device), context():
-        run = _Surveyor(module, analyst, opaque_forward, analyst.ambient(), device)
+        run = _Surveyor(module, analyst, analyst.ambient(), device)
         run.taint = Taint(module, lambda: len(run.calls))
-        wrapped = [(m, "forward", run.wrap(n, m)) for n, m in targets(module, opaque_forward)]
+        cut_at = targets(module, opaque_forward, only)
+        wrapped = [(m, "forward", run.wrap(n, m)) for n, m in cut_at]
         run.show_stand_ins(True)
         try:
             with patched([*wrapped, *silenced(module)]), run.taint:
@@ -430,7 +443,7 @@ def _survey(
         used[canonical[name]] = min(before, used.get(canonical[name], before))
     written = frozenset(canonical[name] for name in run.taint.written)
     writes_batch = any(tensor._version != version for tensor, version in batch_versions)
-    return Survey(run.calls, used, written, writes_batch, opaque_forward, error)
+    return Survey(run.calls, used, written, writes_batch, cut_at, error)
 
 
 def _no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:

@@ -78,9 +78,7 @@ def test_checkpoint_equals_that_of_one_device(tmp_path, schedule, ranks, replica
 
 
 def resume(path):
-    return Script(
-        Resumed(path), lambda: vectors(32), trainer={"limit_val_batches": 0}
-    )
+    return Script(Resumed(path), lambda: vectors(32), trainer={"limit_val_batches": 0})
 
 
 class Resumed:

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from tests.distributed.fits import Script, classes, distance, rows
 from tests.distributed.ranks import RankFailed
 from tests.distributed.test_exactness import TOLERANCE
-from torch.utils.data import TensorDataset
 
 
 def data(count: int = 75):
@@ -28,7 +28,9 @@ class Classifier(L.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+        )
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
         self.f1 = torchmetrics.F1Score("multiclass", num_classes=4, average="macro")
         self.auroc = torchmetrics.AUROC("multiclass", num_classes=4)
@@ -143,8 +145,6 @@ class Unequal(TensorDataset):
 
 
 def test_ranks_that_see_different_batches_are_told():
-    script = Script(
-        Classifier, lambda: (Unequal(rows(32, 6), classes(32, top=4)), data()[1])
-    )
-    with pytest.raises(RankFailed, match="got different batches.*seed_everything"):
+    script = Script(Classifier, lambda: (Unequal(rows(32, 6), classes(32, top=4)), data()[1]))
+    with pytest.raises(RankFailed, match=r"got different batches.*seed_everything"):
         script.pipelined(2, deadline=30)

@@ -49,7 +49,10 @@ def test_batch_norm_equals_accumulated_microbatches(schedule):
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "DualPipeV"])
 def test_batch_smaller_than_the_microbatches(schedule, count):
     script = Script(
-        modules.Perceptron, lambda: vectors(count), batch_size=count, trainer={"limit_val_batches": 0}
+        modules.Perceptron,
+        lambda: vectors(count),
+        batch_size=count,
+        trainer={"limit_val_batches": 0},
     )
     expected = script.plain()
     for run in script.pipelined(2, schedule=schedule, num_microbatches=8):
@@ -71,3 +74,28 @@ def test_stages_per_rank(schedule, stages):
     expected = script.plain()
     for run in script.pipelined(2, schedule=schedule, stages_per_rank=stages):
         assert distance(run, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+def test_fillers_leave_no_trace_in_running_statistics(schedule):
+    """Three rows are one microbatch of BatchNorm; the schedule asks for more of them."""
+    script = Script(
+        modules.BatchNormCNN, lambda: images(35), batch_size=16, trainer={"limit_val_batches": 0}
+    )
+    runs = script.pipelined(2, schedule=schedule, num_microbatches=4)
+    counted = runs[0].state["model.1.num_batches_tracked"]
+    # two epochs of batches cut in 4, 4 and (3 rows, at least 2 in each) 1
+    assert int(counted) == 2 * (4 + 4 + 1)
+    assert (
+        distance(runs[0], script.pipelined(2, schedule="GPipe", num_microbatches=4)[0]) <= TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"module": "net"}, {"pipeline_parallel_size": 1}])
+def test_other_arguments(arguments):
+    script = Script(modules.Perceptron, lambda: vectors(48), trainer={"limit_val_batches": 1})
+    expected = script.plain()
+    ranks = arguments.pop("pipeline_parallel_size", 2)
+    for run in script.pipelined(ranks, **arguments):
+        assert distance(run, expected) <= TOLERANCE
+        assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)

@@ -1,0 +1,78 @@
+"""Loss scaling and clipping over stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
+
+from tests.distributed.fits import Script, distance
+from tests.distributed.test_exactness import TOLERANCE, vectors
+from tests.models.modules import LanguageModel, Perceptron, WeightedLoss
+
+
+class Overflows(Perceptron):
+    """Its loss is infinite on one batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self.scale * self.net(x), y)
+        return loss * float("inf") if batch_idx == 2 else loss
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 2), ("ZBVZeroBubble", 2), ("GPipe", 4)])
+def test_all_ranks_skip_the_same_steps(schedule, ranks):
+    """Autocast leaves float64 alone, so what remains of 16-bit training is the loss scaling."""
+
+    def make():
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+        return Script(
+            Overflows,
+            lambda: vectors(96),
+            trainer={"limit_val_batches": 0, "plugins": [plugin]},
+            after=lambda trainer, module: trainer.precision_plugin.scaler.get_scale(),
+        )
+
+    expected = make().plain()
+    assert expected.extra == 2.0**15
+    for run in make().pipelined(ranks, schedule=schedule):
+        assert run.extra == expected.extra
+        assert distance(run, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize(
+    ("model", "schedule", "ranks", "replicas"),
+    [
+        (Perceptron, "1F1B", 2, 1),
+        (WeightedLoss, "ZBVZeroBubble", 2, 1),
+        (Perceptron, "Interleaved1F1B", 2, 2),
+        (Perceptron, "GPipe", 4, 1),
+    ],
+)
+def test_clipping_sees_the_whole_gradient(model, schedule, ranks, replicas, algorithm):
+    clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
+    script = Script(model, lambda: vectors(96 * replicas), trainer={"limit_val_batches": 0, **clip})
+    expected = script.plain(replicas)
+    unclipped = Script(model, lambda: vectors(96 * replicas), trainer={"limit_val_batches": 0})
+    assert distance(unclipped.plain(replicas), expected) > 1e-4
+    for run in script.pipelined(ranks, replicas, schedule=schedule):
+        assert distance(run, expected) <= TOLERANCE
+
+
+def test_tied_weights_count_once_and_stay_equal():
+    from tests.distributed.test_exactness import tokens
+
+    clip = {"limit_val_batches": 0, "gradient_clip_val": 0.1, "max_steps": 50}
+
+    def after(trainer, module):
+        assert module.head.weight is module.token.weight
+        return None
+
+    script = Script(LanguageModel, lambda: tokens(96), trainer=clip, after=after)
+    expected = script.plain()
+    runs = script.pipelined(2)
+    for run in runs:
+        assert distance(run, expected) <= 1e-10  # 50 steps of AdamW
+        assert torch.equal(run.state["token.weight"], runs[0].state["token.weight"])

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.splitting.torch_private import FunctionBase
+
 Node = torch.autograd.graph.Node
 
 
@@ -37,6 +39,23 @@ def cross(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor.detach().contiguous()
     return _Boundary.apply(tensor)
+
+
+def leaves_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Identities of the leaf tensors whose gradient a backward from ``tensors`` would fill."""
+    found = {id(t) for t in tensors if t.grad_fn is None and t.requires_grad}
+    seen = {t.grad_fn for t in tensors if t.grad_fn is not None}
+    queue = list(seen)
+    while queue:
+        node = queue.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+    return found
 
 
 def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
@@ -82,7 +101,7 @@ def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
 def _is_opaque(node: Node) -> bool:
     # Autograd functions written in Python are nodes of a Python class.
     kinds = type(node).__mro__
-    return torch._C._FunctionBase in kinds and _Boundary._backward_cls not in kinds
+    return FunctionBase in kinds and _Boundary._backward_cls not in kinds
 
 
 def _closure(nodes: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:

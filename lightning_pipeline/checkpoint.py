@@ -1,15 +1,17 @@
-"""One plain Lightning checkpoint out of the parts that the ranks of a pipeline hold."""
+"""One plain Lightning checkpoint out of the parts that the ranks of a pipeline hold, and back."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.mesh import Mesh
-from lightning_pipeline.splitting import is_elsewhere
+from lightning_pipeline.splitting import is_elsewhere, state_items
 
 _Path = tuple[Any, ...]
 _OPTIMIZERS = "optimizer_states"
@@ -116,7 +118,10 @@ def _filled(
                 )
             return parts[path]
         if isinstance(value, dict):
-            return type(value)((key, fill(item, (*path, key))) for key, item in value.items())
+            whole = copy.copy(value)
+            for key, item in value.items():
+                whole[key] = fill(item, (*path, key))
+            return whole
         if type(value) in (list, tuple):
             return type(value)(fill(item, (*path, i)) for i, item in enumerate(value))
         return value
@@ -129,3 +134,28 @@ def _filled(
             for own, others in zip(optimizers, states, strict=True)
         ]
     return whole
+
+
+def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Loads the part of a state dict that this rank holds.
+
+    Args:
+        module: The module, whole or placed.
+        state: State dict of the whole module.
+        strict: Whether the names must agree exactly.
+
+    Raises:
+        RuntimeError: If they do not although they must, or shapes differ.
+    """
+    elsewhere = {name for *_, name, tensor in state_items(module) if is_elsewhere(tensor)}
+    if not elsewhere:
+        module.load_state_dict(state, strict=strict)
+        return
+    here = {name: value for name, value in state.items() if name not in elsewhere}
+    result = module.load_state_dict(here, strict=False)
+    missing = [name for name in result.missing_keys if name not in state]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(module).__name__}: it lacks {missing} and has "
+            f"{result.unexpected_keys} besides. Load it with strict=False to take what fits."
+        )

@@ -82,8 +82,14 @@ class _Body(nn.Module):
         out = work.forward(self.index, microbatch, tuple(map(cross, received)))
         if isinstance(out, Tensor):
             return out
-        surplus = self.num_sent - len(out)
-        return (*map(cross, out), *(out[-1].new_empty(0, dtype=_EMPTY.dtype),) * surplus)
+        metas = work.boundary(self.index + 1, microbatch)
+        # A gradient comes back only where the plan says so.
+        sent = [
+            cross(value if meta.requires_grad else value.detach())
+            for value, meta in zip(out, metas, strict=True)
+        ]
+        surplus = self.num_sent - len(sent)
+        return (*sent, *(out[-1].new_empty(0, dtype=_EMPTY.dtype),) * surplus)
 
 
 class _Stage(PipelineStage):
@@ -124,21 +130,41 @@ class _Stage(PipelineStage):
         super()._setup_forward_recv_info(num_microbatches, has_backward)
         if not self.is_first:
             for microbatch, metas in enumerate(self._received):
-                self._resize(self.args_recv_info[microbatch], metas)
+                self._describe(self.args_recv_info[microbatch], metas)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         super()._setup_backward_recv_info(num_microbatches)
         for microbatch, metas in enumerate(self._sent):
             grads = tuple(meta if meta.requires_grad else None for meta in metas)
-            self._resize(self.grad_recv_info[microbatch], grads)
+            self._describe(self.grad_recv_info[microbatch], grads)
 
-    def _resize(self, infos: tuple[_RecvInfo, ...], metas: tuple[Tensor | None, ...]) -> None:
+    def _describe(self, infos: tuple[_RecvInfo, ...], metas: tuple[Tensor | None, ...]) -> None:
+        """Sets this microbatch's own metadata; torch would keep a buffer for each for ever."""
         for info, meta in zip(infos, metas, strict=False):
-            if meta is None:
-                info.tensor_meta = info.buffer = None
-            else:
-                info.tensor_meta = extract_tensor_meta(meta)
-                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            info.tensor_meta = None if meta is None else extract_tensor_meta(meta)
+            info.buffer = None
+
+    def _make_buffers(self, infos: tuple[_RecvInfo, ...]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                shape, dtype = info.tensor_meta.shape, info.tensor_meta.dtype
+                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        # New memory for every message: what the step keeps of it is not overwritten by the next.
+        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        self._make_buffers(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         # A gradient that is missing is sent as zeros of this microbatch's shape.
@@ -151,7 +177,10 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.body.microbatch = fwd_chunk_id
         try:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            for info in self.args_recv_info[fwd_chunk_id]:
+                info.buffer = None
+            return out
         except RuntimeError as error:
             raise error.__cause__ or error from None  # torch wraps the user's exception
 
@@ -241,8 +270,10 @@ class Engine:
             del self._passes[key]  # it keeps half of a pass
             raise
         finally:
+            del self._work  # a cached pass must not keep a batch alive
             for stage in stages:
                 stage.clear_runtime_states()
+                del stage.body.work
 
     def clear(self) -> None:
         """Forgets all stages and their buffers."""

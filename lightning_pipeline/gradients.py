@@ -56,14 +56,16 @@ class Parking:
 
 
 class _Bucket:
-    """Some gradients on their way over the data axis, as one message.
+    """Some gradients on their way over an axis, as one message: their sum divided by a number.
 
-    A parameter without a gradient on any replica must stay without one (an optimizer skips it), so
-    the message counts the replicas that have one.
+    A parameter without a gradient on any rank must stay without one (an optimizer skips it), so
+    the message counts the ranks that have one.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, size: int) -> None:
-        self._parameters, self._size = parameters, size
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, divisor: int
+    ) -> None:
+        self._parameters, self._divisor = parameters, divisor
         self._grads = [p.grad for p in parameters]
         flat = [
             (torch.zeros_like(p) if grad is None else grad).reshape(-1)
@@ -74,7 +76,7 @@ class _Bucket:
         self._handle = dist.all_reduce(self._message, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Waits and writes the mean over the replicas into the gradients."""
+        """Waits and writes the result into the gradients."""
         self._handle.wait()
         sizes = [p.numel() for p in self._parameters]
         *means, has_grad = self._message.split([*sizes, len(sizes)])
@@ -83,7 +85,7 @@ class _Bucket:
         for parameter, grad, mean, count in zip(
             self._parameters, self._grads, means, present, strict=True
         ):
-            mean = mean.div_(self._size).view_as(parameter)
+            mean = mean.div_(self._divisor).view_as(parameter)
             if grad is not None:
                 grad.copy_(mean)
             elif count:
@@ -100,25 +102,23 @@ class GradientReducer:
     Args:
         mesh: The rank's place, groups built.
         held: Parameters that need gradients, by stage that this rank holds.
-        holders: Stages that hold each parameter, by identity of the parameter.
-        groups: Group of the ranks that hold each shared parameter, by set of stages; ``None``
-            where they are all on this rank.
+        shared: Parameters that several stages hold, on this rank: for every set of stages, in an
+            order that is the same on all ranks, the group of the ranks that hold it (``None``
+            where this is one rank) and the parameters by name.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         held: dict[int, list[nn.Parameter]],
-        holders: dict[int, frozenset[int]],
-        groups: dict[frozenset[int], dist.ProcessGroup | None],
+        shared: list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]],
     ) -> None:
-        self._mesh, self._holders, self._groups = mesh, holders, groups
+        self._mesh, self._shared = mesh, shared
+        late = {id(p) for _, parameters in shared for p in parameters}
         self._own = {
-            stage: [p for p in parameters if len(holders[id(p)]) == 1]
+            stage: [p for p in parameters if id(p) not in late]
             for stage, parameters in held.items()
         }
-        shared = [p for parameters in held.values() for p in parameters]
-        self._shared = list(dict.fromkeys(p for p in shared if len(holders[id(p)]) > 1))
         # Replicas must exchange in one order; a backward ends on high stages first.
         self._waiting = sorted(held, reverse=True)
         self._order = list(self._waiting)
@@ -141,9 +141,12 @@ class GradientReducer:
         """Waits for all exchanges; call with the gradients in their places."""
         if not self.armed:
             return
-        for parameter in self._shared:
-            self._sum_over_pipeline(parameter)
-        self._start([p for p in self._shared if p.requires_grad])
+        for group, parameters in self._shared:
+            trained = [p for p in parameters if p.requires_grad]
+            if group is not None:
+                for parameters_of_message in _buckets(trained):
+                    _Bucket(parameters_of_message, group, 1).finish()
+            self._start(trained)
         for bucket in self._buckets:
             bucket.finish()
         self._buckets, self.armed = [], False
@@ -155,18 +158,6 @@ class GradientReducer:
         group = self._mesh.data_group
         for bucket in _buckets([p for p in parameters if p.requires_grad]):
             self._buckets.append(_Bucket(bucket, group, size))
-
-    def _sum_over_pipeline(self, parameter: nn.Parameter) -> None:
-        group = self._groups[self._holders[id(parameter)]]
-        if group is None or not parameter.requires_grad:
-            return
-        grad = parameter.grad
-        message = torch.zeros_like(parameter) if grad is None else grad
-        has_grad = message.new_tensor([float(grad is not None)])
-        dist.all_reduce(message, group=group)
-        dist.all_reduce(has_grad, group=group)
-        if grad is None and bool(has_grad):
-            parameter.grad = message
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:

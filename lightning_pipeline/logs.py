@@ -19,9 +19,10 @@ from torchmetrics import Metric
 
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
-from lightning_pipeline.metrics import StepMetrics
+from lightning_pipeline.metrics import Origin, StepMetrics
 
-_HEADER = 4  # structure, checksum, loss, number of values
+_HEADER = 6  # structure, checksum, loss, number of values, dtype of the loss, more to come
+_LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAPACITY = 64  # values in the first broadcast; more follow in a second one
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
@@ -32,6 +33,7 @@ class _Entry:
 
     arguments: dict[str, Any]
     metric: str | None
+    origin: Origin | None
     dtype: torch.dtype
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -70,7 +72,8 @@ class LogRecorder:
         metric = self._metrics.name_of(value) if isinstance(value, Metric) else None
         tensor = torch.zeros(()) if metric is not None else _scalar(name, value)
         if name not in self._entries:
-            self._entries[name] = _Entry(arguments, metric, tensor.dtype)
+            origin = self._metrics.origin_of(value)
+            self._entries[name] = _Entry(arguments, metric, origin, tensor.dtype)
         entry = self._entries[name]
         if entry.arguments != arguments:
             raise StepError(
@@ -91,6 +94,8 @@ class LogRecorder:
             weights = torch.tensor(entry.weights, dtype=torch.float64, device=device)
             if entry.metric is not None:
                 value = self._metrics.batch_value(entry.metric).to(device, torch.float64)
+            elif entry.origin is not None:
+                value = self._metrics.value_of(entry.origin).to(device, torch.float64)
             else:
                 values = torch.stack([v.to(device) for v in entry.values])
                 value = _reduced(values, weights, entry.arguments["reduce_fx"])
@@ -134,8 +139,13 @@ class LogExchange:
         self._structures: dict[int, list[Any]] = {}
 
     def __call__(
-        self, step: str, recorder: LogRecorder | None, checksum: int, loss: Tensor | None
-    ) -> Tensor:
+        self,
+        step: str,
+        recorder: LogRecorder | None,
+        checksum: int,
+        loss: Tensor | None,
+        more: Any,
+    ) -> tuple[Tensor, Any]:
         """Replays the logs of one step on every rank of the pipeline.
 
         Args:
@@ -143,14 +153,15 @@ class LogExchange:
             recorder: What was logged; ``None`` except on the last stage.
             checksum: Of this rank's batch.
             loss: The batch's loss on the last stage.
+            more: Whatever else the other ranks need of the last stage, ``None`` for nothing.
 
         Returns:
-            The loss of the last stage, float64 of shape [].
+            The loss and ``more`` of the last stage.
 
         Raises:
             StepError: If this rank and the last stage saw different batches.
         """
-        header, values = self._broadcast(recorder, checksum, loss)
+        header, values = self._broadcast(recorder, checksum, loss, more)
         if int(header[1]) != checksum:
             raise StepError(
                 f"{step}: rank {self._mesh.global_rank} and rank {self._mesh.last_rank} of one "
@@ -158,11 +169,13 @@ class LogExchange:
                 "ranks of a pipeline must draw the same samples: call seed_everything(seed, "
                 "workers=True), or make the sampler and the dataset's augmentation deterministic."
             )
+        if int(header[5]):
+            more = self._broadcast_object(more)
         self._replay(int(header[0]), values)
-        return header[2]
+        return header[2].to(_LOSS_DTYPES[int(header[4])]), more
 
     def _broadcast(
-        self, recorder: LogRecorder | None, checksum: int, loss: Tensor | None
+        self, recorder: LogRecorder | None, checksum: int, loss: Tensor | None, more: Any
     ) -> tuple[Tensor, Tensor]:
         message = torch.zeros(_HEADER + _CAPACITY, dtype=torch.float64, device=self._device)
         values, structure = torch.zeros(0, dtype=torch.float64, device=self._device), None
@@ -170,7 +183,9 @@ class LogExchange:
             structure, values = recorder.structure(), recorder.values(self._device)
             message[0] = _identity(structure)
             message[1], message[3] = checksum, values.numel()
-            message[2] = 0.0 if loss is None else loss
+            if loss is not None:
+                message[2], message[4] = loss, _LOSS_DTYPES.index(loss.dtype)
+            message[5] = float(more is not None)
             message[_HEADER : _HEADER + values.numel()] = values[:_CAPACITY]
         self._send(message)
         identity, count = int(message[0]), int(message[3])
@@ -181,13 +196,16 @@ class LogExchange:
         else:
             values = message[_HEADER : _HEADER + count]
         if identity not in self._structures:
-            box = [structure]
-            dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
-            self._structures[identity] = box[0] or []
+            self._structures[identity] = self._broadcast_object(structure)
         return message[:_HEADER], values
 
     def _send(self, message: Tensor) -> None:
         dist.broadcast(message, self._mesh.last_rank, self._mesh.pipeline_group)
+
+    def _broadcast_object(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
+        return box[0]
 
     def _replay(self, identity: int, values: Tensor) -> None:
         for index, (name, given, metric, dtype) in enumerate(self._structures[identity]):

@@ -15,12 +15,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.steps import stream
 
 _Unit = Metric | MetricCollection
+Origin = tuple[str, str | None]
+"""Name of a metric or collection, and the key of one of a collection's values."""
 
 
 def metric_units(module: LightningModule) -> dict[str, _Unit]:
@@ -48,6 +52,19 @@ class StepMetrics:
         self._calls: dict[str, list[list[tuple[str, Any, Any]]]] = {n: [] for n in self._units}
         self._weights: list[int] = []
         self._own_value = False
+        self._given: dict[int, tuple[Tensor, Origin]] = {}
+        self._values: dict[str, Any] = {}
+
+    def origin_of(self, value: Any) -> Origin | None:
+        """The metric whose call in this step returned ``value``."""
+        given = self._given.get(id(value))
+        return given[1] if given is not None else None
+
+    def value_of(self, origin: Origin) -> Tensor:
+        """What that call returns for the whole batch."""
+        unit, key = origin
+        value = self._values[unit]
+        return value if key is None else value[key]
 
     def name_of(self, metric: Metric) -> str | None:
         """Dotted name of a metric that is logged, ``None`` for one that is no attribute."""
@@ -70,7 +87,23 @@ class StepMetrics:
         for name, unit in self._units.items():
             changes.append((unit, "forward", self._noting(name, unit, "forward")))
             changes.append((unit, "update", self._noting(name, unit, "update")))
+            changes.append((unit, "compute", self._refusing(name, unit)))
         return changes
+
+    def _refusing(self, name: str, unit: _Unit) -> Callable[..., Any]:
+        original = unit.compute
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            if self._own_value or not any(self._calls[name]):
+                return original(*args, **kwargs)
+            raise StepError(
+                f"The step computes self.{name} after it updated it. A step runs once a "
+                "microbatch, so the value over the batch is not known before it has ended. Log "
+                f"the metric itself, self.log('{name}', self.{name}), or compute it in a hook "
+                "behind the step."
+            )
+
+        return computed
 
     def _noting(self, name: str, unit: _Unit, method: str) -> Callable[..., Any]:
         original = getattr(unit, method)
@@ -87,7 +120,12 @@ class StepMetrics:
             self._own_value = True
             try:
                 with _state_kept(unit), torch.no_grad():
-                    return original(*args, **kwargs)  # the microbatch's own value
+                    value = original(*args, **kwargs)  # the microbatch's own
+                items = value.items() if isinstance(value, dict) else [(None, value)]
+                for key, item in items:
+                    if isinstance(item, Tensor):
+                        self._given[id(item)] = (item, (name, key))
+                return value
             finally:
                 self._own_value = False
 
@@ -99,7 +137,7 @@ class StepMetrics:
             calls = self._calls[name]
             for method, args, kwargs in _whole_batch_calls(calls, self._weights):
                 with torch.no_grad():
-                    getattr(unit, method)(*args, **kwargs)
+                    self._values[name] = getattr(unit, method)(*args, **kwargs)
 
 
 @contextmanager
@@ -122,32 +160,52 @@ def _state_kept(unit: _Unit) -> Iterator[None]:
 def _whole_batch_calls(
     calls: list[list[tuple[str, Any, Any]]], weights: list[int]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Joins the calls of all microbatches; calls that differ in kind are made one by one."""
+    """Joins the calls of all microbatches; calls that cannot be joined are made one by one."""
     kinds = {
-        tuple((method, str(pytree.tree_structure((a, k)))) for method, a, k in mb) for mb in calls
+        tuple((method, str(pytree.tree_structure((a, k)))) for method, a, k in microbatch)
+        for microbatch in calls
     }
-    if len(kinds) != 1:
+    for same in zip(*calls, strict=True) if len(kinds) == 1 else ():
+        flat = [pytree.tree_flatten((args, kwargs)) for _, args, kwargs in same]
+        joined = [_join(values, weights) for values in zip(*(f[0] for f in flat), strict=True)]
+        if any(value is _APART for value in joined):
+            yield from same
+        else:
+            args, kwargs = pytree.tree_unflatten(joined, flat[0][1])
+            yield same[0][0], args, kwargs
+    if len(kinds) > 1:
         for microbatch in calls:
             yield from microbatch
-        return
-    for same in zip(*calls, strict=True):
-        flat = [pytree.tree_flatten((args, kwargs)) for _, args, kwargs in same]
-        joined = [_join(leaves, weights) for leaves in zip(*(f[0] for f in flat), strict=True)]
-        args, kwargs = pytree.tree_unflatten(joined, flat[0][1])
-        yield same[0][0], args, kwargs
 
 
-def _join(leaves: tuple[Any, ...], weights: list[int]) -> Any:
-    """One argument over all microbatches: rows are put together, single numbers averaged."""
-    first = leaves[0]
+_APART = object()
+
+
+def _join(values: tuple[Any, ...], rows: list[int]) -> Any:
+    """One argument over all microbatches, ``_APART`` if there is no such thing.
+
+    Rows are put together, numbers of samples added, floating-point numbers averaged by rows.
+    """
+    first = values[0]
+    numbers = [
+        value.item() if isinstance(value, Tensor) and not value.ndim else value for value in values
+    ]
     if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(leaves)
-    if isinstance(first, Tensor) and first.is_floating_point():
-        weighted = [leaf.double() * weight for leaf, weight in zip(leaves, weights, strict=True)]
-        return (torch.stack(weighted).sum() / sum(weights)).to(first.dtype)
-    if isinstance(first, float):
-        return sum(x * w for x, w in zip(leaves, weights, strict=True)) / sum(weights)
-    return first
+        stacks = all(len(value) % n == 0 for value, n in zip(values, rows, strict=True))
+        if stacks:
+            return torch.cat(values)
+        return first if all(torch.equal(first, value) for value in values) else _APART
+    if all(type(number) is int for number in numbers):
+        if numbers == rows:
+            return sum(rows) if isinstance(first, int) else first.new_tensor(sum(rows))
+        return first if len(set(numbers)) == 1 else _APART
+    if all(type(number) is float for number in numbers):
+        mean = sum(n * w for n, w in zip(numbers, rows, strict=True)) / sum(rows)
+        return mean if isinstance(first, float) else first.new_tensor(mean)
+    try:
+        return first if all(bool(value == first) for value in values) else _APART
+    except (TypeError, ValueError, RuntimeError):
+        return _APART
 
 
 class SharedCompute:
@@ -162,12 +220,10 @@ class SharedCompute:
         self._mesh = mesh
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._known: dict[int, Any] = {}
-        self._undo: list[tuple[Metric, str, Any]] = []
+        self._undo: list[tuple[Metric, Any]] = []
         self.inside_step = False
         for metric in self._metrics:
-            self._install(metric, "compute", self._compute)
-            self._install(metric, "reset", self._reset)
-            metric.process_group = mesh.data_group
+            self._install(metric)
 
     def forget(self) -> None:
         """The metrics were updated: what was computed is old."""
@@ -175,29 +231,35 @@ class SharedCompute:
 
     def remove(self) -> None:
         """Gives the metrics their own methods back."""
-        for metric, key, original in self._undo:
-            metric.__dict__[key] = original
-            metric.process_group = None
+        for metric, original in self._undo:
+            metric.__dict__["compute"] = original
         self._undo = []
 
-    def _install(self, metric: Metric, key: str, method: Callable[..., Any]) -> None:
-        original = getattr(metric, key)
-        self._undo.append((metric, key, original))
+    def _install(self, metric: Metric) -> None:
+        original = metric.compute
+        self._undo.append((metric, original))
 
         def shared(*args: Any, **kwargs: Any) -> Any:
-            return method(metric, original, *args, **kwargs)
+            return self._compute(metric, original, *args, **kwargs)
 
-        metric.__dict__[key] = shared
+        metric.__dict__["compute"] = shared
 
     def _compute(self, metric: Metric, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         if self.inside_step or not metric._to_sync:
             return original(*args, **kw)
         if id(metric) not in self._known:
-            box = [original(*args, **kw) if self._mesh.is_last else None]
+            box = [self._over_replicas(metric, original, args, kw) if self._mesh.is_last else None]
             dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
             self._known[id(metric)] = box[0]
         return self._known[id(metric)]
 
-    def _reset(self, metric: Metric, original: Callable[..., Any]) -> None:
-        self._known.pop(id(metric), None)
-        original()
+    def _over_replicas(
+        self, metric: Metric, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        # Set for the call only: a process group in a metric would make it impossible to copy.
+        group, metric.process_group = metric.process_group, self._mesh.data_group
+        try:
+            with stream(0, metric.device):
+                return original(*args, **kwargs)
+        finally:
+            metric.process_group = group

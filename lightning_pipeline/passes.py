@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_pipeline.batch import Cut
 from lightning_pipeline.errors import StepError
-from lightning_pipeline.gradients import GradientReducer
 from lightning_pipeline.logs import LogRecorder
 from lightning_pipeline.metrics import StepMetrics
+from lightning_pipeline.placing import Held
+from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps import Microbatch, Runner, TensorMeta
-from lightning_pipeline.steps.survey import patched
+from lightning_pipeline.steps.patches import patched
 
 
 @dataclass
@@ -29,12 +29,11 @@ class StepPass:
         trains: Whether there is a backward.
         scale: Factor of every loss: 1 / accumulated batches, times the scale of 16-bit gradients.
         runners: This rank's stages.
-        held: Parameters of each stage on this rank.
-        buffers: Buffers of each stage on this rank.
-        reducer: Told when a stage's gradients are there.
+        held: What this rank holds.
         recorder: Takes the logs on the last stage.
         metrics: Takes the calls of metrics on the last stage.
         outputs: What the step returned for each microbatch with rows, on the last stage.
+        appended: What the step appended to the module's lists for each microbatch with rows.
         losses: Loss of each microbatch with rows, on the last stage of a training pass.
     """
 
@@ -43,12 +42,11 @@ class StepPass:
     trains: bool
     scale: float | Tensor
     runners: dict[int, Runner]
-    held: dict[int, list[nn.Parameter]]
-    buffers: dict[int, list[Tensor]]
-    reducer: GradientReducer
+    held: Held
     recorder: LogRecorder
     metrics: StepMetrics
     outputs: list[Any] = field(default_factory=list)
+    appended: list[dict[str, list[Any]]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
     @property
@@ -80,14 +78,16 @@ class StepPass:
         self.metrics.begin(rows)
         with patched(self.metrics.patches()):
             returned = runner(item, received)[1]
-        self.outputs.append(returned)
+        self.outputs.append(detached(returned))
+        self.appended.append(detached(runner.appended))
         return self._loss(item, returned)
 
     def _fill(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         """Runs a microbatch of weight 0, of which nothing stays but gradients of zero."""
         item = self.microbatches[microbatch]
-        saved = [(buffer, buffer.detach().clone()) for buffer in self.buffers[stage]]
+        saved = [(buffer, buffer.detach().clone()) for buffer in self.held.buffers[stage]]
         values, returned = self.runners[stage](item, received)
+        self.runners[stage].appended.clear()
         for buffer, value in saved:
             buffer.data.copy_(value)  # not a new version: the backward has saved this one
         if stage < item.plan.num_stages - 1:
@@ -105,17 +105,26 @@ class StepPass:
         return self.scale * self.cut.share(microbatch)
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
-        return self.held[stage]
+        return self.held.parameters[stage]
 
     def finished(self, stage: int) -> None:
-        self.reducer.finished(stage)
+        self.held.reducer.finished(stage)
 
     def loss(self) -> Tensor | None:
-        """Mean loss over the batch, float64; ``None`` where it is not known."""
+        """Mean loss over the batch; ``None`` where it is not known."""
         if not self.losses:
             return None
         weighted = [loss.double() * self.cut.share(i) for i, loss in enumerate(self.losses)]
-        return torch.stack(weighted).sum()
+        return torch.stack(weighted).sum().to(self.losses[0].dtype)
+
+    def appended_to_lists(self) -> dict[str, list[Any]]:
+        """What the step would have appended for the whole batch, on the last stage."""
+        merged = merge_outputs(self.appended, list(self.cut.sizes)) if self.appended else {}
+        if isinstance(merged, dict):
+            return merged
+        # another number of entries for each microbatch: all of them
+        names = dict.fromkeys(name for entries in merged for name in entries)
+        return {name: [x for entries in merged for x in entries.get(name, [])] for name in names}
 
     def output(self) -> Any:
         """What the step would have returned for the whole batch, on the last stage."""
@@ -142,6 +151,11 @@ def _loss_of(item: Microbatch, returned: Any) -> Tensor:
             "its mean, e.g. loss.mean()."
         )
     return loss.reshape(())
+
+
+def detached(tree: Any) -> Any:
+    """``tree`` with its tensors out of the autograd graph."""
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:

@@ -7,9 +7,26 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+
+def check_parameters(module: LightningModule) -> None:
+    """Refuses parameters whose shape is not known yet.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise MisconfigurationException(
+                f"strategy='pipeline' must know the shape of every parameter before the first "
+                f"batch, but {name!r} is lazy. Call the module once on an example before the fit, "
+                "or give its input size, e.g. nn.Linear(64, 10) for nn.LazyLinear(10)."
+            )
 
 
 def check_module(module: LightningModule, sync_batchnorm: bool) -> None:
@@ -36,6 +53,13 @@ def check_module(module: LightningModule, sync_batchnorm: bool) -> None:
             "never be called. Remove the override; to change gradients use on_after_backward or "
             "configure_gradient_clipping."
         )
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise MisconfigurationException(
+                f"strategy='pipeline' cannot run the callback {type(callback).__name__}: it keeps "
+                "a second copy of the whole model on every rank. Remove it; "
+                "torch.optim.swa_utils can average the checkpoints of the run afterwards."
+            )
     if sync_batchnorm:
         raise MisconfigurationException(
             "strategy='pipeline' cannot be combined with Trainer(sync_batchnorm=True): Lightning "

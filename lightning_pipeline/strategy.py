@@ -7,7 +7,8 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -30,14 +31,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
+from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.gradients import Parking, global_norm
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
-from lightning_pipeline.pipeline import Context, Options, Pipeline
+from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.placing import Context, Options
 from lightning_pipeline.plan import Plan
-from lightning_pipeline.refusals import check_module, check_module_name, check_optimizers
+from lightning_pipeline.refusals import (
+    check_module,
+    check_module_name,
+    check_optimizers,
+    check_parameters,
+)
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 from lightning_pipeline.splitting import is_elsewhere, state_items
-from lightning_pipeline.steps import StepPlan
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -85,13 +92,11 @@ class PipelineStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **kwargs,
         )
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         chosen = get_schedule(schedule)
@@ -132,7 +137,9 @@ class PipelineStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         sizes, options = self._check_sizes(), self._options
+        state = random_state()
         super().setup_environment()
+        random_state(state)  # Lightning's reset of the seed would shuffle unlike one device
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
             mesh.build_groups(self._timeout)
@@ -166,6 +173,7 @@ class PipelineStrategy(DDPStrategy):
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module_name(module, self._options.module)
+        check_parameters(module)
         if fitting:
             check_module(module, self._layer_sync is not None)
         if self.mesh.sizes.data == 1:
@@ -203,10 +211,12 @@ class PipelineStrategy(DDPStrategy):
 
     def _share_random_state(self) -> None:
         """Lets ranks of one pipeline shuffle alike, with or without a seed."""
-        box = [(torch.get_rng_state(), np.random.get_state(), random.getstate())]
+        box = [random_state()]
         group, source = self.mesh.pipeline_group, self.mesh.last_rank
         dist.broadcast_object_list(box, source, group)
-        torch.set_rng_state(box[0][0])
+        random_state(box[0])
+        if self.root_device.type == "cuda":
+            torch.cuda.manual_seed(torch.initial_seed())
         np.random.set_state(box[0][1])
         random.setstate(box[0][2])
 
@@ -243,20 +253,20 @@ class PipelineStrategy(DDPStrategy):
         parameters = [p for group in self.optimizers[0].param_groups for p in group["params"]]
         self._parks = loop.epoch_loop.batch_idx % accumulated == 0
         if self._parks:
+            pipeline.share_buffers()
             self._parking.clear_for_step(parameters, keep_old=_sees_old_gradients(module))
-        assert pipeline.reducer is not None
-        pipeline.reducer.arm(last_pass=not loop._should_accumulate())
-        loss, output = pipeline.run(
-            "training_step",
-            args,
-            trains=True,
-            scale=self._gradient_scale() / accumulated,
-            count=loop.total_batch_idx,
-        )
+        pipeline.held.reducer.arm(last_pass=not loop._should_accumulate())
+        with self._failing_together():
+            loss, output = pipeline.run(
+                "training_step",
+                args,
+                trains=True,
+                scale=self._gradient_scale() / accumulated,
+                count=loop.total_batch_idx,
+            )
         if self._parks:
             self._parking.park(parameters)
-        loss = loss.to(_loss_dtype(output))
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return loss if output is None else {**output, "loss": loss}
 
     def _gradient_scale(self) -> float | Tensor:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -267,10 +277,9 @@ class PipelineStrategy(DDPStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         assert self.lightning_module is not None and self._pipeline is not None
-        assert self._pipeline.reducer is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._parking.hand_back(self._pipeline.reducer.complete)
+        self._parking.hand_back(self._pipeline.held.reducer.complete)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -278,7 +287,7 @@ class PipelineStrategy(DDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self._pipeline is not None
         parameters = list(self.precision_plugin.main_params(optimizer))
-        norm = global_norm(parameters, self.mesh, self._pipeline.counted_here)
+        norm = global_norm(parameters, self.mesh, self._pipeline.held.counted_here)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     @override
@@ -295,22 +304,34 @@ class PipelineStrategy(DDPStrategy):
 
     def _evaluate(self, step: str, args: tuple[Any, ...]) -> Any:
         _, pipeline = self._placed(step, args)
-        return pipeline.run(step, args, trains=False)[1]
+        pipeline.share_buffers()
+        with self._failing_together():
+            return pipeline.run(step, args, trains=False)[1]
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Notes a failure before callbacks hear of it: none may wait for other ranks any more."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
 
     def _placed(self, step: str, args: tuple[Any, ...]) -> tuple[pl.LightningModule, Pipeline]:
         """The module and its pipeline, placed by the first batch of the run."""
         module, pipeline = self.lightning_module, self._pipeline
         assert module is not None and pipeline is not None
-        if pipeline.placement is None:
-            pipeline.place(step, args, self._show)
+        if not pipeline.is_placed:
+            fitting = module.trainer.state.fn == TrainerFn.FITTING
+            with self._failing_together():
+                pipeline.place(step, args, fitting, self._show)
             self._drop_foreign_state()
         return module, pipeline
 
-    def _show(self, plan: StepPlan, num_microbatches: int) -> None:
-        assert self._pipeline is not None
-        self.plan = self._pipeline.describe(plan, num_microbatches)
+    def _show(self, plan: Plan) -> None:
+        self.plan = plan
         if self.is_global_zero:
-            rich.print(self.plan)
+            rich.print(plan)
 
     def _drop_foreign_state(self) -> None:
         """Optimizer state of parameters that are elsewhere goes, the rest follows its parameter."""
@@ -341,9 +362,28 @@ class PipelineStrategy(DDPStrategy):
     # checkpoints
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        checkpoints.load(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # Not to the device yet: before the first batch this is the state of the whole model.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+        if self._pipeline is not None and self._pipeline.is_placed:
+            self._drop_foreign_state()
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        if self._failed:
+            raise PipelineError(
+                f"No checkpoint is written to {filepath}: a rank of the pipeline has failed, and "
+                "the others' parts of the model cannot be had any more. Continue from the last "
+                "checkpoint."
+            )
         whole = checkpoints.gather(checkpoint, self.mesh)
         if whole is not None:
             super().save_checkpoint(whole, filepath, storage_options)
@@ -396,9 +436,13 @@ def pl_seeds_workers() -> bool:
     return bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
 
 
-def _loss_dtype(output: Any) -> torch.dtype:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss.dtype if isinstance(loss, Tensor) else torch.get_default_dtype()
+def random_state(state: Any = None) -> Any:
+    """State of the generators of torch on the host, NumPy and Python; sets it if one is given."""
+    if state is not None:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def _sees_old_gradients(module: pl.LightningModule) -> bool:

@@ -63,6 +63,14 @@ def checkpoint_arguments(stop: Any) -> dict[str, Any] | None:
     return None
 
 
+def checkpoint_frame() -> FrameType | None:
+    """The innermost ``torch.utils.checkpoint.checkpoint`` that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CHECKPOINT_CODE:
+        frame = frame.f_back
+    return frame
+
+
 def checkpointed_module(function: Any) -> nn.Module | None:
     """The module that a checkpointed function is, or is a method of."""
     while isinstance(function, functools.partial):

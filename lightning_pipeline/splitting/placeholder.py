@@ -48,6 +48,9 @@ class _Elsewhere(Tensor):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         first = args[0] if args else None
+        if name == "equal":
+            # no two tensors share a placeholder, so it equals itself only
+            return args[0] is args[1]
         if isinstance(first, _Elsewhere):
             if name in ("__get__", "__set__"):
                 return _attribute(first, func, args)

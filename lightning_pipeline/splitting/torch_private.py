@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
+from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C import _FunctionBase
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,6 +37,7 @@ __all__ = [
     "CheckpointFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionBase",
     "TorchDispatchMode",
     "disable_current_modes",
     "flop_registry",
@@ -42,6 +50,7 @@ __all__ = [
     "single_level_function",
     "storage_of",
     "swap_tensors",
+    "without_saved_tensor_hooks",
 ]
 
 VALUE_DEPENDENT = (
@@ -53,6 +62,9 @@ VALUE_DEPENDENT = (
 
 TORCH_DIRECTORY: str = torch.__path__[0]
 CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint).__code__
+FunctionBase = _FunctionBase
+"""Base of the autograd nodes of functions that are written in Python."""
+
 single_level_function = _SingleLevelFunction
 rebuild_meta_tensor = _rebuild_meta_tensor_no_storage
 disable_current_modes = _disable_current_modes
@@ -61,6 +73,20 @@ disable_current_modes = _disable_current_modes
 def saved_tensor_hooks() -> object | None:
     """The innermost pair of saved-tensor hooks in force, checkpointing's among them."""
     return _top_saved_tensors_default_hooks(True)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Run a block without the innermost pair of saved-tensor hooks, if there is one."""
+    hooks = _top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    _pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        _push_saved_tensors_default_hooks(*hooks)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """The user's step: its calls surveyed, placed on stages, and run part by part."""
 
 from lightning_pipeline.steps.analyst import Analyst
+from lightning_pipeline.steps.patches import patched
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.plan import (
     PartitionSpec,
@@ -12,7 +13,7 @@ from lightning_pipeline.steps.plan import (
 )
 from lightning_pipeline.steps.runner import Microbatch, Runner
 from lightning_pipeline.steps.streams import mix, stream
-from lightning_pipeline.steps.survey import Survey, silenced, survey
+from lightning_pipeline.steps.survey import Survey, survey
 
 __all__ = [
     "Analyst",
@@ -25,9 +26,9 @@ __all__ = [
     "TensorMeta",
     "describe_calls",
     "mix",
+    "patched",
     "place",
     "plan_step",
-    "silenced",
     "stream",
     "survey",
 ]

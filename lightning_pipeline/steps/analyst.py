@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.splitting import (
@@ -22,8 +21,13 @@ from lightning_pipeline.splitting import (
     state_items,
 )
 from lightning_pipeline.splitting.ambient import ambient_settings
+from lightning_pipeline.splitting.torch_private import (
+    pytree,
+    saved_tensor_hooks,
+    without_saved_tensor_hooks,
+)
 
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 Signature = tuple[str, tuple[Any, ...]]
 
 
@@ -34,7 +38,7 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return tuple(value.shape), value.dtype, value.requires_grad
-        return value if isinstance(value, _PLAIN) else type(value)
+        return value if isinstance(value, PLAIN) else type(value)
 
     return str(spec), tuple(leaf(value) for value in leaves)
 
@@ -118,10 +122,11 @@ class Analyst:
         kwargs: dict[str, Any],
     ) -> Analysis:
         """The pieces of ``module(*args, **kwargs)``; see :class:`Analysis`."""
-        checkpointing = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        checkpointing = saved_tensor_hooks() is not None
         modes = tuple(child.training for child in module.modules())
-        settings = plain_settings(module)
-        key = (name, signature_of(args, kwargs), modes, self.ambient(), checkpointing, settings)
+        grads = tuple(parameter.requires_grad for parameter in module.parameters())
+        arguments, settings = signature_of(args, kwargs), plain_settings(module)
+        key = (name, arguments, modes, grads, self.ambient(), checkpointing, settings)
         if key not in self._memo:
             found = self._record(name, module, forward, args, kwargs, checkpointing)
             self._memo[key] = (module, found)
@@ -138,7 +143,7 @@ class Analyst:
     ) -> Analysis:
         try:
             watch: AbstractContextManager[set[str]] = nullcontext(set())
-            with watch if name else _own_forward(module) as read:
+            with watch if name else _own_forward(module) as read, without_saved_tensor_hooks():
                 program = record(
                     module,
                     args,
@@ -167,7 +172,7 @@ class Analyst:
         # An object among the arguments may change unseen, and the recomputation of a checkpoint
         # around the call needs all of it.
         leaves = pytree.tree_leaves((args, kwargs))
-        opaque = any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        opaque = any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
         has_children = next(module.children(), None) is not None
         if checkpointing or opaque or not has_children or not program.num_pieces:
             return self._whole(name, module, program, float(sum(program.cost)), None)

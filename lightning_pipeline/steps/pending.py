@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.splitting.torch_private import pytree
 
 _NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "__contains__", "item", "tolist")
 READS = frozenset([*_NUMBERS, "numpy", "__array__", "equal", "allclose", "cpu", "nonzero"])
 """Functions that turn a tensor's values into something that is not a tensor on its device."""
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_AUGMENTED = frozenset(["__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)])
 
 
 class TensorMeta(NamedTuple):
@@ -43,7 +47,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def writes_in_place(name: str) -> bool:
     """Whether torch's function ``name`` writes to its first argument."""
-    return name in ("__setitem__", "copy_") or (name.endswith("_") and not name.endswith("__"))
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
 class Pending(Tensor):

@@ -19,7 +19,7 @@ from lightning_pipeline.splitting import (
     partition_uniform,
     repeated_blocks,
 )
-from lightning_pipeline.steps.analyst import _PLAIN
+from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.survey import Call, Survey
@@ -69,6 +69,7 @@ class StepPlan:
         carried: Tensors that cross into each stage, besides the fingerprints.
         last_call: Index of the last call that each stage has a part in, -1 for none.
         writes_batch: Whether the step writes to its batch.
+        grown: Names of the LightningModule's lists that the step appends to.
         targets: The modules whose calls are cut, with their names.
         stage_cost: Seconds of forward of each stage.
         stage_names: Module names of each stage's pieces.
@@ -80,6 +81,7 @@ class StepPlan:
     calls: list[Call]
     cuts: list[list[int]]
     writes_batch: bool
+    grown: tuple[str, ...]
     targets: list[tuple[str, nn.Module]]
     stage_cost: list[float]
     stage_names: list[list[str]]
@@ -124,16 +126,16 @@ class StepPlan:
                 ]
             elif done:
                 assert call.program is not None
-                crossing += [
-                    Carried(i, v, TensorMeta.of(call.program.values[v]))
-                    for v in call.program.live[done]
-                ]
+                for value in call.program.live[done]:
+                    meta = TensorMeta.of(call.program.values[value])
+                    trains = meta.requires_grad and call.trains
+                    crossing.append(Carried(i, value, meta._replace(requires_grad=trains)))
         return crossing
 
 
 def place(
     module: LightningModule,
-    survey: Survey,
+    surveys: Sequence[Survey],
     num_stages: int,
     *,
     spec: PartitionSpec,
@@ -143,7 +145,8 @@ def place(
 
     Args:
         module: The LightningModule, all weights present.
-        survey: What its step calls.
+        surveys: What the steps of the run call. The first one decides; the others must be able to
+            follow, and place what they alone use.
         num_stages: Number of stages.
         spec: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list names the modules that
             begin a new stage.
@@ -151,37 +154,75 @@ def place(
 
     Raises:
         ValueError: If the names of ``spec`` do not fit the model.
-        SplitError: If a called module cannot be cut and stages stay empty for that.
+        SplitError: If a called module cannot be cut and stages stay empty for that, or the steps
+            run modules in contrary orders.
     """
-    order, cuts = _first_cut(module, survey.calls, num_stages, spec, seconds_per_byte)
-    bounds = [0, *cuts, len(order.units)]
-    if any(a == b for a, b in pairwise(bounds)):
+    first, *others = surveys
+    order, cuts = _first_cut(module, first.calls, num_stages, spec, seconds_per_byte)
+    if any(a == b for a, b in pairwise([0, *cuts, len(order.units)])):
         # An empty stage is fine for a tiny model, not for one that could be cut if it were mended.
-        for call in survey.calls:
+        for call in first.calls:
             if call.reason is not None:
                 raise call.reason
-    holders: dict[str, set[int]] = {}
-    for stage in range(num_stages):
-        for unit in range(bounds[stage], bounds[stage + 1]):
-            for name in order.reads[unit]:
-                holders.setdefault(name, set()).add(stage)
-    last_call = [
-        max((i for u in range(bounds[s], bounds[s + 1]) for i, _ in order.units[u]), default=-1)
-        for s in range(num_stages)
-    ]
-    for name, before in survey.used.items():
-        reached = {s for s in range(num_stages) if last_call[s] >= before}
-        extra = set() if name in survey.written else reached
-        holders[name] = holders.get(name, set()) | {num_stages - 1} | extra
-    for name in survey.written:
-        holders.setdefault(name, {num_stages - 1})
+    holders: dict[str, frozenset[int]] = {}
+    _hold(holders, first, order, cuts, num_stages)
+    for other in others:
+        order = Order(other.calls, woven=True)
+        cuts = _cut_for(order, Placement(num_stages, holders), seconds_per_byte)
+        _hold(holders, other, order, cuts, num_stages)
     complete: dict[str, frozenset[int]] = {}
     previous = frozenset({0})
     for name in dict.fromkeys(canonical_names(module).values()):
         # What no call used goes with its predecessor, so that unused weights are saved and moved.
-        previous = frozenset(holders[name]) if name in holders else frozenset({min(previous)})
+        previous = holders[name] if name in holders else frozenset({min(previous)})
         complete[name] = previous
     return Placement(num_stages, complete)
+
+
+def _hold(
+    holders: dict[str, frozenset[int]],
+    survey: Survey,
+    order: Order,
+    cuts: list[int],
+    num_stages: int,
+) -> None:
+    """Adds the stages that one step needs its weights on to ``holders``."""
+    bounds = [0, *cuts, len(order.units)]
+    needed: dict[str, set[int]] = {}
+    for stage, (begin, end) in enumerate(pairwise(bounds)):
+        for name in frozenset().union(*order.reads[begin:end]):
+            needed.setdefault(name, set()).add(stage)
+    for name, stages in needed.items():
+        holders.setdefault(name, frozenset(stages))
+    last_call = [
+        max((i for unit in order.units[a:b] for i, _ in unit), default=-1)
+        for a, b in pairwise(bounds)
+    ]
+    for name, before in survey.used.items():
+        reached = {s for s in range(num_stages) if last_call[s] >= before}
+        holders[name] = holders.get(name, frozenset()) | {num_stages - 1} | reached
+    for name in survey.written:
+        holders.setdefault(name, frozenset({num_stages - 1}))
+
+
+def _cut_for(order: Order, placement: Placement, seconds_per_byte: float) -> list[int]:
+    """Cuts an order such that every unit is on a stage that holds its weights."""
+    allowed = [placement.stages_of(reads) for reads in order.reads]
+    for name, stages in zip(order.names(), allowed, strict=True):
+        if stages is not None and not stages:
+            raise SplitError(
+                name,
+                "it needs weights that another step placed on different stages",
+                "Let all steps call the same modules, or name the stages with partition=[...].",
+            )
+    return partition(
+        order.cost,
+        order.legal,
+        order.bytes_at,
+        placement.num_stages,
+        seconds_per_byte=seconds_per_byte,
+        allowed=allowed,
+    )
 
 
 def _first_cut(
@@ -239,23 +280,7 @@ def plan_step(
             a call that cannot be sent.
     """
     order = Order(survey.calls, woven=True)
-    allowed = [placement.stages_of(reads) for reads in order.reads]
-    names = order.names()
-    for unit, stages in enumerate(allowed):
-        if stages is not None and not stages:
-            raise SplitError(
-                names[unit],
-                f"{step} needs weights there that were placed on different stages",
-                "Let all steps call the same modules, or name the stages with partition=[...].",
-            )
-    cuts = partition(
-        order.cost,
-        order.legal,
-        order.bytes_at,
-        placement.num_stages,
-        seconds_per_byte=seconds_per_byte,
-        allowed=allowed,
-    )
+    names, cuts = order.names(), _cut_for(order, placement, seconds_per_byte)
     bounds = [0, *cuts, len(order.units)]
     by_call = [[order.progress[b][i] for b in bounds] for i in range(len(survey.calls))]
     plan = StepPlan(
@@ -264,6 +289,7 @@ def plan_step(
         survey.calls,
         by_call,
         survey.writes_batch,
+        survey.grown,
         survey.targets,
         _stage_costs(order, cuts),
         [names[a:b] for a, b in pairwise(bounds)],
@@ -277,15 +303,13 @@ def _check(plan: StepPlan, survey: Survey, placement: Placement) -> None:
     last = placement.num_stages - 1
     for call, cut in zip(plan.calls, plan.cuts, strict=True):
         ends_early = cut[last] == call.num_pieces
-        odd = [o for o in call.outputs if not isinstance(o, (TensorMeta, *_PLAIN))]
+        odd = [o for o in call.outputs if not isinstance(o, (TensorMeta, *PLAIN))]
         if ends_early and odd:
             raise StepError(
                 f"{call.label} returns an object of type {type(odd[0]).__name__}, which cannot be "
                 "sent to later stages. Return its tensors and make the object in the step."
             )
     for name, before in survey.used.items():
-        if name in survey.written:
-            continue
         for stage in range(placement.num_stages):
             if plan.last_call[stage] >= before and stage not in placement.holders[name]:
                 raise StepError(

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_pipeline.batch import copied
 from lightning_pipeline.errors import StepError
-from lightning_pipeline.steps.analyst import _PLAIN, signature_of
+from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.steps.analyst import PLAIN, signature_of
+from lightning_pipeline.steps.patches import patched, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, stream
-from lightning_pipeline.steps.survey import Call, copied, patched, silenced
+from lightning_pipeline.steps.survey import Call
 
 _SAMPLES = 16
 
@@ -89,6 +91,7 @@ class Runner:
 
     Attributes:
         mismatches: One flag tensor per compared fingerprint, with the call's name.
+        appended: What the last run of the step appended to the module's lists; taken off again.
     """
 
     module: LightningModule
@@ -96,6 +99,7 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]]
     device: torch.device
     mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
+    appended: dict[str, list[Any]] = field(default_factory=dict)
     _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
 
     def __call__(
@@ -168,11 +172,18 @@ class Runner:
             changes += self._silenced
         else:
             changes.append((module, "log", microbatch.log))
+        lists = [(name, getattr(module, name)) for name in plan.grown]
+        lengths = [len(entries) for _, entries in lists]
         try:
             with stream(microbatch.seed, self.device), self.context(), patched(changes):
                 returned = getattr(module, plan.step)(batch, *microbatch.rest)
         except StageDone:
             return None
+        finally:
+            self.appended = {}
+            for (name, entries), length in zip(lists, lengths, strict=True):
+                self.appended[name] = entries[length:]
+                del entries[length:]
         self._check_complete(plan, progress, is_last)
         return returned
 
@@ -306,7 +317,7 @@ class Runner:
     def _finish(self, call: Call, index: int, out: Any, progress: _Progress) -> None:
         leaves = pytree.tree_leaves(out)
         for value, known in zip(leaves, call.outputs, strict=True):
-            if isinstance(known, _PLAIN) and not isinstance(known, TensorMeta) and known != value:
+            if isinstance(known, PLAIN) and not isinstance(known, TensorMeta) and known != value:
                 raise StepError(
                     f"{call.label} returned {value!r} where {known!r} was planned: only tensors "
                     "reach later stages. Return it as a tensor."

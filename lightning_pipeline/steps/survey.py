@@ -7,31 +7,33 @@ on every stage and is never recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torchmetrics import Metric
 
+from lightning_pipeline.batch import copied, leaves
+from lightning_pipeline.boundary import leaves_of
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
 from lightning_pipeline.splitting import Program, canonical_names, is_elsewhere, state_items
+from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
+from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, Signature, signature_of
-from lightning_pipeline.steps.pending import (
-    READS,
-    Pending,
-    TensorMeta,
-    tensors,
-    writes_in_place,
+from lightning_pipeline.steps.patches import (
+    patched,
+    plain_attributes,
+    silenced,
+    targets,
+    untouched,
 )
+from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
-
-_MISSING = object()
+from lightning_pipeline.steps.taint import Taint
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Call:
         cloned: Whether the step writes in place to the answer, which therefore is a copy.
         ambient: Autograd and autocast state at the call differs from that of the step's start.
         reason: Why it cannot be recorded, if it cannot.
+        trains: Whether a gradient may reach it.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Call:
     output_spec: Any = None
     outputs: list[Any] = field(default_factory=list)
     cloned: bool = False
+    trains: bool = True
 
     @property
     def num_pieces(self) -> int:
@@ -97,6 +101,7 @@ class Survey:
             before the first use.
         written: Parameters and buffers that the step's own code writes.
         writes_batch: Whether the step writes in place to its batch.
+        grown: Names of the LightningModule's lists that the step appends to.
         targets: The modules whose calls are cut, with their names.
         error: What the step raised behind its last call, for later messages.
     """
@@ -105,153 +110,9 @@ class Survey:
     used: dict[str, int]
     written: frozenset[str]
     writes_batch: bool
+    grown: tuple[str, ...]
     targets: list[tuple[str, nn.Module]]
     error: Exception | None
-
-
-class Taint(TorchFunctionMode):
-    """Follows, through the step's own code, which call's outputs a tensor comes from."""
-
-    def __init__(self, module: nn.Module, num_calls: Callable[[], int]) -> None:
-        super().__init__()
-        self.off = False
-        self.used: dict[str, int] = {}
-        self.written: set[str] = set()
-        self._num_calls = num_calls
-        self._sources: dict[int, frozenset[int]] = {}
-        self._kept: list[Tensor] = []
-        self._read: frozenset[int] = frozenset()
-        self._names: dict[int, str] = {}
-        self._homes: dict[int, str] = {}
-        for _, _, _, name, tensor in state_items(module):
-            self._names.setdefault(id(tensor), name)
-            self._homes.setdefault(tensor.untyped_storage()._cdata, name)
-
-    def sources(self, tree: Any) -> frozenset[int]:
-        """Calls that ``tree`` may depend on, values read into Python included."""
-        return self._read.union(*(self._sources.get(id(t), frozenset()) for t in tensors(tree)))
-
-    def mark(self, tree: Any, calls: frozenset[int]) -> None:
-        for tensor in tensors(tree):
-            self._sources[id(tensor)] = calls | self._sources.get(id(tensor), frozenset())
-            self._kept.append(tensor)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if not self.off:
-            self._note(getattr(func, "__name__", ""), args, kwargs, out)
-        return out
-
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        given, calls = tensors((args, kwargs)), self.sources((args, kwargs))
-        writes = writes_in_place(name) and name != "requires_grad_"
-        if calls:
-            self.mark(out, calls)
-            if writes:
-                self.mark(args[0], calls)
-        if name in READS:
-            self._read |= calls
-        if writes and isinstance(args[0], Tensor):
-            home = self._homes.get(args[0].untyped_storage()._cdata)
-            if home is not None:
-                self.written.add(home)
-        made = [t for t in tensors(out) if not any(t is g for g in given)]
-        if made or writes or name in READS:
-            for tensor in given:
-                if id(tensor) in self._names:
-                    self.used.setdefault(self._names[id(tensor)], self._num_calls())
-
-
-@contextmanager
-def patched(changes: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
-    """Sets instance attributes for the block, past any ``__setattr__``, and puts them back."""
-    undo = []
-    for owner, key, value in changes:
-        undo.append((owner.__dict__, key, owner.__dict__.get(key, _MISSING)))
-        owner.__dict__[key] = value
-    try:
-        yield
-    finally:
-        for attributes, key, old in reversed(undo):
-            if old is _MISSING:
-                attributes.pop(key, None)
-            else:
-                attributes[key] = old
-
-
-def targets(
-    module: LightningModule, opaque_forward: bool, only: str | None
-) -> list[tuple[str, nn.Module]]:
-    """The modules whose calls a step is cut at: those with weights, metrics excepted.
-
-    Args:
-        module: The user's LightningModule.
-        opaque_forward: Look through its own forward at the calls inside it.
-        only: The single module to cut; the step's own code uses the weights of the others.
-    """
-    if only is not None:
-        return [(only, module.get_submodule(only))]
-    found: list[tuple[str, nn.Module]] = []
-    metrics = [name + "." for name, m in module.named_modules() if isinstance(m, Metric)]
-    for name, child in module.named_modules():
-        inside_metric = isinstance(child, Metric) or any(name.startswith(m) for m in metrics)
-        if inside_metric or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            continue
-        if (name or not opaque_forward) and next(state_items(child), None) is not None:
-            found.append((name, child))
-    return found
-
-
-def silenced(module: LightningModule) -> list[tuple[object, str, Any]]:
-    """Patches under which logging and metrics of a step do nothing."""
-
-    def nothing(*args: Any, **kwargs: Any) -> Tensor:
-        return Pending.like(TensorMeta((), torch.get_default_dtype(), False), torch.device("cpu"))
-
-    changes: list[tuple[object, str, Any]] = [(module, "log", lambda *args, **kwargs: None)]
-    for child in module.modules():
-        if isinstance(child, Metric):
-            changes += [(child, method, nothing) for method in ("forward", "update", "compute")]
-    return changes
-
-
-def copied(batch: Any) -> Any:
-    """``batch`` with every tensor cloned, so that a step may write to it."""
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch
-    )
-
-
-@contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Puts back buffers, attributes and the contents of containers on every module."""
-    attributes = [(child, dict(child.__dict__)) for child in module.modules()]
-    contents = [
-        (value, type(value)(value))
-        for _, saved in attributes
-        for key, value in saved.items()
-        if type(value) in (list, dict, set) and not key.startswith("_")
-    ]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_elsewhere(b)]
-    try:
-        yield
-    finally:
-        for value, content in contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-        for child, saved in attributes:
-            child.__dict__.clear()
-            child.__dict__.update(saved)
-        with torch.no_grad():
-            for buffer, saved_buffer in buffers:
-                buffer.copy_(saved_buffer)
 
 
 class _Surveyor:
@@ -268,21 +129,25 @@ class _Surveyor:
         self._ambient = ambient
         self.calls: list[Call] = []
         self.versions: list[list[tuple[Tensor, int]]] = []
+        self.arguments: list[list[Tensor]] = []
+        self.leaves: list[list[Tensor]] = []
         self._inside = False
         self._stand_ins = self._make_stand_ins()
         self.taint: Taint | None = None
 
     def _make_stand_ins(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-        """Made-up values for weights that are elsewhere: ones, expanded from a single element."""
+        """Made-up values for weights that are elsewhere: ones, parameters without memory."""
         made: dict[int, Tensor] = {}
         entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for _, owner, key, _, tensor in state_items(self.module):
             if is_elsewhere(tensor):
-                one = torch.ones((), dtype=tensor.dtype, device=self.device)
-                grad = tensor.requires_grad
-                ones = made.setdefault(
-                    id(tensor), one.expand(tuple(tensor.shape)).requires_grad_(grad)
-                )
+                if id(tensor) not in made:
+                    one = torch.ones((), dtype=tensor.dtype, device=self.device)
+                    ones = one.expand(tuple(tensor.shape))
+                    if not isinstance(tensor, nn.Parameter):
+                        ones = ones.clone()  # buffers are small, and the step may write to them
+                    made[id(tensor)] = ones.requires_grad_(tensor.requires_grad)
+                ones = made[id(tensor)]
                 entries.append((owner, key, tensor, ones))
         return entries
 
@@ -316,6 +181,7 @@ class _Surveyor:
         kwargs: dict[str, Any],
     ) -> Any:
         assert self.taint is not None
+        self._check_checkpoint(name, module)
         depends_on = self.taint.sources((args, kwargs))
         given = [(t, t._version) for t in tensors((args, kwargs))]
         try:
@@ -345,16 +211,34 @@ class _Surveyor:
                 "argument. A stage that repeats the step would see it unwritten. Start the module "
                 "with an operation that is not in place, e.g. nn.ReLU(inplace=False)."
             )
+        self.arguments.append(tensors((args, kwargs)))
         return self._answer(call, out)
+
+    def _check_checkpoint(self, name: str, module: nn.Module) -> None:
+        """A recomputation in the backward must find all that it calls on one stage."""
+        frame = checkpoint_frame()
+        if frame is None:
+            return
+        alone = checkpointed_module(frame.f_locals.get("function")) is module
+        if not alone or frame.f_locals.get("use_reentrant") is not False:
+            raise StepError(
+                f"The step runs self.{name} under torch.utils.checkpoint "
+                + ("with use_reentrant=True" if alone else "inside another function or module")
+                + ", which cannot be cut into stages. Checkpoint the modules themselves, "
+                f"checkpoint(self.{name}, x, use_reentrant=False), or move the checkpoint into the "
+                "forward of a module that the step calls."
+            )
 
     def _answer(self, call: Call, out: Any) -> Any:
         """Notes the output and hands the step a copy, which it may write to."""
         leaves, call.output_spec = pytree.tree_flatten(out)
         call.outputs = [TensorMeta.of(x) if isinstance(x, Tensor) else x for x in leaves]
-        fresh = [
-            x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x
+        cut_off = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
             for x in leaves
         ]
+        fresh = [x.clone() if isinstance(x, Tensor) else x for x in cut_off]
+        self.leaves.append([x for x in cut_off if isinstance(x, Tensor)])
         answer = pytree.tree_unflatten(fresh, call.output_spec)
         assert self.taint is not None
         self.taint.mark(answer, call.depends_on | {len(self.calls)})
@@ -415,7 +299,7 @@ def _survey(
     only: str | None,
 ) -> Survey:
     batch = copied(batch)
-    batch_versions = [(t, t._version) for t in tensors(batch)]
+    batch_versions = [(t, t._version) for t in leaves(batch) if isinstance(t, Tensor)]
     error: Exception | None = None
     with untouched(module), stream(seed, device), context():
         run = _Surveyor(module, analyst, analyst.ambient(), device)
@@ -423,19 +307,35 @@ def _survey(
         cut_at = targets(module, opaque_forward, only)
         wrapped = [(m, "forward", run.wrap(n, m)) for n, m in cut_at]
         run.show_stand_ins(True)
+        lengths = {k: len(v) for k, v in module.__dict__.items() if type(v) is list}
+        numbers = plain_attributes(module)
+        returned: Any = None
         try:
-            with patched([*wrapped, *silenced(module)]), run.taint:
-                getattr(module, step)(batch, *rest)
+            with patched([*wrapped, *silenced(module, readable=True)]), run.taint:
+                returned = getattr(module, step)(batch, *rest)
         except PipelineError:
             raise
         except Exception as raised:  # behind the last call it does no harm; see Runner for before
-            error = raised
+            error = raised.with_traceback(None)  # its frames would keep the graph alive
         finally:
             run.show_stand_ins(False)
+        _refuse_counting(module, step, numbers)
+        grown = tuple(
+            name
+            for name, length in lengths.items()
+            if type(entries := module.__dict__.get(name)) is list and len(entries) > length
+        )
+        _drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
     if not run.calls:
         raise _no_calls(module, step, error) from error
     canonical = canonical_names(module)
     _refuse_writes(step, run, canonical)
+    if run.taint.written:
+        rank_zero_warn(
+            f"{step} itself writes to {sorted(run.taint.written)}. It runs once a microbatch, so "
+            "it does so several times a batch; what counts batches belongs into a hook, e.g. "
+            "on_train_batch_end."
+        )
     for call, versions in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in versions)
     used: dict[str, int] = {}
@@ -443,7 +343,7 @@ def _survey(
         used[canonical[name]] = min(before, used.get(canonical[name], before))
     written = frozenset(canonical[name] for name in run.taint.written)
     writes_batch = any(tensor._version != version for tensor, version in batch_versions)
-    return Survey(run.calls, used, written, writes_batch, cut_at, error)
+    return Survey(run.calls, used, written, writes_batch, grown, cut_at, error)
 
 
 def _no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:
@@ -473,4 +373,41 @@ def _refuse_writes(step: str, run: _Surveyor, canonical: dict[str, str]) -> None
         )
 
 
-__all__ = ["Call", "SplitError", "Survey", "copied", "patched", "silenced", "survey", "targets"]
+def _refuse_counting(module: LightningModule, step: str, before: dict[str, Any]) -> None:
+    for name, value in plain_attributes(module).items():
+        if name in before and before[name] != value:
+            raise StepError(
+                f"{step} changes self.{name} from {before[name]!r} to {value!r}. A step runs once "
+                "a microbatch on every stage, so the change would happen several times, and not "
+                "equally on all ranks. Change it in a hook, e.g. on_train_batch_end, or count with "
+                "a torchmetrics object."
+            )
+
+
+def _drop_unused_gradients(
+    calls: list[Call], arguments: list[list[Tensor]], leaves: list[list[Tensor]], returned: Any
+) -> None:
+    """Takes the gradient from outputs that the loss does not depend on through autograd.
+
+    A stage that sent zeros for them would give weights a gradient of zero where one device gives
+    none, and optimizers treat the two differently.
+
+    Args:
+        calls: The step's calls.
+        arguments: Tensors among the arguments of each call.
+        leaves: Tensors among the outputs of each call, as leaves of the step's graph.
+        returned: What the step returned.
+    """
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return  # an evaluation, or a step that broke off
+    reached = leaves_of([loss])
+    for call, given, made in reversed(list(zip(calls, arguments, leaves, strict=True))):
+        needed = [id(tensor) in reached for tensor in made]
+        positions = [i for i, out in enumerate(call.outputs) if isinstance(out, TensorMeta)]
+        for position, tensor, need in zip(positions, made, needed, strict=True):
+            if tensor.requires_grad and not need:
+                call.outputs[position] = call.outputs[position]._replace(requires_grad=False)
+        call.trains = any(needed)
+        if call.trains:
+            reached |= leaves_of(given)

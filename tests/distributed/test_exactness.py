@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from torch.utils.data import TensorDataset
 
@@ -36,7 +38,7 @@ def vectors(count: int) -> tuple[TensorDataset, TensorDataset]:
 
 MODELS = {
     "cnn": (ImageClassifier, images),
-    "transformer": (LanguageModel, tokens),
+    "transformer": (partial(LanguageModel, depth=2), tokens),
     "mlp": (Perceptron, vectors),
 }
 LAYOUTS = {"pp2": (2, 1), "pp4": (4, 1), "pp2xdp2": (2, 2)}
@@ -54,8 +56,7 @@ def script(model: str, window: str, replicas: int) -> Script:
         lambda: dataset(count * replicas),
         trainer={
             "accumulate_grad_batches": accumulate,
-            "limit_val_batches": 1,
-            "num_sanity_val_steps": 0,
+            "limit_val_batches": 0,
         },
     )
 

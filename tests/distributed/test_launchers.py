@@ -93,7 +93,6 @@ def test_torchrun(script, expected):
 
 def validated_alone(checkpoint: Path) -> float:
     import lightning as L
-
     from lightning_pipeline.examples.data import DigitsDataModule
     from lightning_pipeline.examples.images import ResNet
 

@@ -72,6 +72,7 @@ class Classifier(L.LightningModule):
         self.log("auroc", self.auroc)
         self.both(logits, y)
         self.log_dict(self.both)
+        self.log_dict({f"now_{k}": v for k, v in self.both(logits, y).items()})
         self.log("val_loss", F.cross_entropy(logits, y), batch_size=len(x))
 
     def configure_optimizers(self):

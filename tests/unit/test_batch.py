@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from lightning_pipeline.batch import checksum, cut_batch, even_cut, num_rows
+from lightning_pipeline.batch import checksum, copied, cut_batch, even_cut, num_rows, signature
 from lightning_pipeline.errors import StepError
 
 Pair = namedtuple("Pair", "first second")
@@ -63,3 +64,47 @@ def test_checksum_tells_batches_apart(dtype):
     other["x"][3, 1] = 0
     assert checksum(batch) != checksum(other)
     assert checksum(batch) != checksum({"x": batch["x"].view(3, 5), "text": "a"})
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    name: list[str]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: Sample(x, ["a"] * 6), lambda x: UserDict(x=x), lambda x: defaultdict(list, x=x)],
+)
+def test_containers_that_torch_does_not_know(make):
+    batch = make(torch.arange(12).view(6, 2))
+    assert num_rows(batch, "training_step") == 6
+    parts = cut_batch(batch, even_cut(6, 2, 2))
+    assert type(parts[0]) is type(batch)
+    assert signature(parts[0]) == signature(parts[1]) != signature(batch)
+    assert checksum(parts[0]) != checksum(parts[1])
+    assert checksum(copied(batch)) == checksum(batch)
+
+
+def test_lists_of_samples_are_cut_as_lists():
+    images = [torch.ones(3, 5 + i, 4) for i in range(4)]
+    targets = [{"boxes": torch.ones(i + 1, 4)} for i in range(4)]
+    batch = (images, targets)
+    assert num_rows(batch, "training_step") == 4
+    first, second = cut_batch(batch, even_cut(4, 2, 2))
+    assert [len(part) for part in (*first, *second)] == [2, 2, 2, 2]
+    assert second[0][1] is images[3] and second[1][0] is targets[2]
+
+
+def test_several_inputs_of_one_shape_are_no_list_of_samples():
+    batch = ([torch.ones(6, 2), torch.ones(6, 2)], torch.ones(6))
+    assert num_rows(batch, "training_step") == 6
+    views, _ = cut_batch(batch, even_cut(6, 2, 2))[0]
+    assert [len(view) for view in views] == [3, 3]
+
+
+def test_the_size_of_most_tensors_counts_the_samples():
+    batch = {"weights": torch.ones(3), "x": torch.ones(16, 6), "y": torch.ones(16)}
+    assert num_rows(batch, "training_step") == 16
+    with pytest.raises(StepError, match=r"20 and 16 are equally frequent.*first dim of every"):
+        num_rows((torch.ones(20, 16, 2), torch.ones(16)), "training_step")

@@ -1,0 +1,322 @@
+"""Where the weights of a LightningModule live during a run, and how they get there and back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.gradients import GradientReducer
+from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.plan import Plan, make_plan, stage_modules
+from lightning_pipeline.schedules import Auto, Schedule
+from lightning_pipeline.splitting import (
+    canonical_names,
+    is_elsewhere,
+    release,
+    restore,
+    state_items,
+)
+from lightning_pipeline.steps import (
+    Analyst,
+    PartitionSpec,
+    Placement,
+    StepPlan,
+    Survey,
+    patched,
+    place,
+    plan_step,
+    survey,
+)
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+# Sending a byte costs about as much as touching twenty in memory (PCIe 4 or 200 Gbit/s links
+# against the device's memory); it only has to tell cheap cuts from dear ones.
+SECONDS_PER_BYTE = 1 / 20e9
+
+
+@dataclass(frozen=True)
+class Options:
+    """The user's choices that do not depend on the model.
+
+    Attributes:
+        schedule: The training schedule.
+        stages_per_rank: Stages that each rank holds.
+        num_microbatches: Most microbatches of a batch, or ``"auto"``.
+        partition: How the model is cut.
+        module: Dotted name of the pipelined module, or ``None``.
+    """
+
+    schedule: Schedule
+    stages_per_rank: int
+    num_microbatches: int | Auto
+    partition: PartitionSpec
+    module: str | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds.
+
+    Attributes:
+        parameters: Parameters of each stage on this rank.
+        buffers: Buffers of each stage on this rank.
+        counted_here: Whether this rank counts a parameter in sums over the model, by identity; one
+            that several ranks hold is counted by one of them.
+        reducer: Completes the gradients.
+    """
+
+    parameters: dict[int, list[nn.Parameter]]
+    buffers: dict[int, list[Tensor]]
+    counted_here: dict[int, bool]
+    reducer: GradientReducer
+
+
+@dataclass
+class Candidate:
+    """A step that the model may be placed by.
+
+    Attributes:
+        step: Name of the step method.
+        context: Its precision context.
+        microbatch: One microbatch.
+        rest: Its further arguments.
+        is_next: Whether it is about to run on this batch; others may fail on it.
+    """
+
+    step: str
+    context: Context
+    microbatch: Any
+    rest: tuple[Any, ...]
+    is_next: bool
+
+
+class PlacedModule:
+    """A LightningModule whose weights are spread over stages by its first batch.
+
+    Args:
+        module: The user's LightningModule, all weights present.
+        mesh: The rank's place, groups built.
+        options: The user's choices.
+        device: The rank's device.
+        seed: Seed of random numbers drawn in surveys.
+
+    Attributes:
+        analyst: Records the called modules.
+        placement: Where everything lives; ``None`` before the first batch.
+        held: What this rank holds; ``None`` before the first batch.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        options: Options,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._module, self._mesh, self._options = module, mesh, options
+        self._device, self._seed = device, seed
+        self.analyst = Analyst(module, mesh.num_stages, device)
+        self.placement: Placement | None = None
+        self.held: Held | None = None
+
+    def place(self, candidates: list[Candidate], on_placed: Callable[[StepPlan], None]) -> None:
+        """Surveys the steps on the first batch and leaves this rank with its stages' weights.
+
+        Args:
+            candidates: The steps of the run, the best to place by first.
+            on_placed: Called with the plan of the step that the model was placed by.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            surveys = self._surveys(candidates)
+            placement = place(
+                self._module,
+                list(surveys.values()),
+                self._mesh.num_stages,
+                spec=self._options.partition,
+                seconds_per_byte=SECONDS_PER_BYTE,
+            )
+            box = [placement]
+            dist.broadcast_object_list(box, 0)  # replicas may have seen other shapes
+            self.placement = box[0]
+            step, found = next(iter(surveys.items()))
+            on_placed(plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE))
+            del surveys, found
+            gc.collect()  # graphs of the survey that still refer to weights would pin them
+            self.held = self._release(self.placement)
+
+    def _surveys(self, candidates: list[Candidate]) -> dict[str, Survey]:
+        surveys = {}
+        for candidate in candidates:
+            try:
+                found = self._survey_one(candidate)
+            except PipelineError:
+                if candidate.is_next:
+                    raise
+                continue  # another kind of batch, say; it speaks up when its own comes
+            if found.error is None or candidate.is_next:
+                surveys[candidate.step] = found
+        return surveys
+
+    def _survey_one(self, candidate: Candidate) -> Survey:
+        """Surveys in the step's mode where the weights are: on the host, before they are placed."""
+        modes = [(child, child.training) for child in self._module.modules()]
+        host = next((t.device for *_, t in state_items(self._module)), self._device)
+        analyst = self.analyst
+        if host != self._device:
+            analyst = Analyst(self._module, self._mesh.num_stages, host, analyst.leaves)
+        try:
+            self._module.train(candidate.step == "training_step")
+            with patched([(self._module, "_device", host)]):
+                return survey(
+                    self._module,
+                    candidate.step,
+                    move_data_to_device(candidate.microbatch, host),
+                    candidate.rest,
+                    analyst=analyst,
+                    context=candidate.context,
+                    device=host,
+                    seed=self._seed,
+                    only=self._options.module,
+                )
+        finally:
+            for child, training in modes:
+                child.training = training
+
+    def plan(self, step: str, microbatch: Any, rest: tuple[Any, ...], context: Context) -> StepPlan:
+        """Plans one signature of a step of the placed module."""
+        assert self.placement is not None
+        found = survey(
+            self._module,
+            step,
+            microbatch,
+            rest,
+            analyst=self.analyst,
+            context=context,
+            device=self._device,
+            seed=self._seed,
+            only=self._options.module,
+        )
+        return plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE)
+
+    def _release(self, placement: Placement) -> Held:
+        """Lets go of the weights of other ranks and moves the own ones to the device."""
+        here = set(self._mesh.stages)
+        canonical = canonical_names(self._module)
+        holders = {name: tuple(sorted(stages)) for name, stages in placement.holders.items()}
+        release(self._module, lambda name: bool(here & set(holders[name])), holders)
+        self._module.to(self._device)  # metrics too; a placeholder stays what it is
+        parameters: dict[int, list[nn.Parameter]] = {stage: [] for stage in self._mesh.stages}
+        buffers: dict[int, list[Tensor]] = {stage: [] for stage in self._mesh.stages}
+        stages_of: dict[int, frozenset[int]] = {}
+        for _, _, _, name, tensor in state_items(self._module):
+            if canonical[name] != name or is_elsewhere(tensor):
+                continue
+            stages_of[id(tensor)] = placement.holders[name]
+            for stage in placement.holders[name] & here:
+                if isinstance(tensor, nn.Parameter):
+                    parameters[stage].append(tensor)
+                else:
+                    buffers[stage].append(tensor)
+        sets = sorted({s for s in placement.holders.values() if len(s) > 1}, key=sorted)
+        groups = dict(zip(sets, self._mesh.build_holder_groups(sets), strict=True))
+        rank = self._mesh.global_rank
+        counted = {
+            key: self._mesh.holder_ranks(stages)[0] == rank for key, stages in stages_of.items()
+        }
+        shared = [
+            (
+                groups[stages],
+                [
+                    tensor
+                    for _, _, _, name, tensor in state_items(self._module)
+                    if placement.holders.get(name) == stages
+                    and isinstance(tensor, nn.Parameter)
+                    and not is_elsewhere(tensor)
+                ],
+            )
+            for stages in sets
+        ]
+        reducer = GradientReducer(self._mesh, parameters, shared)
+        return Held(parameters, buffers, counted, reducer)
+
+    def put_back(self) -> None:
+        """Makes the module whole again on every rank, from the ranks that hold its parts."""
+        if self.placement is None:
+            return
+        canonical = canonical_names(self._module)
+        with torch.inference_mode(False), torch.no_grad():
+            for _, _, _, name, tensor in list(state_items(self._module)):
+                if canonical[name] == name:
+                    holders = self._mesh.holder_ranks(self.placement.holders[name])
+                    self._fetch(tensor, holders[0])
+        self.placement = self.held = None
+
+    def _fetch(self, tensor: Tensor, owner: int) -> None:
+        elsewhere = is_elsewhere(tensor)
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        value = torch.empty(shape, dtype=dtype, device=self._device) if elsewhere else tensor.data
+        value = value.contiguous()
+        dist.broadcast(value, owner, self._mesh.pipeline_group)
+        value = value.cpu()  # where Lightning moves it next; a device may not hold the whole model
+        if elsewhere:
+            restore(tensor, value)
+        else:
+            tensor.data = value
+
+    def describe(self, plan: StepPlan, num_microbatches: int) -> Plan:
+        """What the run will do: who holds what, its cost and the predicted bubble."""
+        assert self.placement is not None
+        num_stages = self._mesh.num_stages
+        counts = [[0, 0] for _ in range(num_stages)]
+        for _, _, _, name, tensor in state_items(self._module):
+            for stage in self.placement.holders.get(name, ()):
+                counts[stage][0] += tensor.numel() * isinstance(tensor, nn.Parameter)
+                counts[stage][1] += tensor.numel() * tensor.element_size()
+        empty = [stage for stage, names in enumerate(plan.stage_names) if not names]
+        note = (
+            f"stages {', '.join(map(str, empty))} are empty and only pass on what they get: the "
+            f"model has fewer pieces than the {num_stages} stages"
+        )
+        return make_plan(
+            self._options.schedule,
+            self._mesh.sizes,
+            num_microbatches,
+            plan.stage_cost,
+            stage_modules(plan.stage_names),
+            [count for count, _ in counts],
+            [size for _, size in counts],
+            self._options.stages_per_rank,
+            [note] if empty else [],
+        )
+
+
+def arguments_after_batch(module: LightningModule, step: str) -> tuple[Any, ...]:
+    """What Lightning passes to ``step`` behind its first batch."""
+    numbered = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+    return (0,) if numbered else ()
+
+
+def share(buffers: dict[int, list[Tensor]], source: int, group: dist.ProcessGroup) -> None:
+    """Broadcasts the buffers of all stages from global rank ``source``, a message a dtype."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in {id(b): b for stage in buffers.values() for b in stage}.values():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for same in kinds.values():
+        message = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+        dist.broadcast(message, source, group)
+        parts = message.split([buffer.numel() for buffer in same])
+        for buffer, part in zip(same, parts, strict=True):
+            buffer.data.copy_(part.view_as(buffer))

@@ -1,0 +1,111 @@
+"""Changes of the user's objects that last for one block: patched methods, silence, snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.steps.pending import Pending, TensorMeta
+
+_MISSING = object()
+
+
+@contextmanager
+def patched(changes: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
+    """Sets instance attributes for the block, past any ``__setattr__``, and puts them back."""
+    undo = []
+    for owner, key, value in changes:
+        undo.append((owner.__dict__, key, owner.__dict__.get(key, _MISSING)))
+        owner.__dict__[key] = value
+    try:
+        yield
+    finally:
+        for attributes, key, old in reversed(undo):
+            if old is _MISSING:
+                attributes.pop(key, None)
+            else:
+                attributes[key] = old
+
+
+def targets(
+    module: LightningModule, opaque_forward: bool, only: str | None
+) -> list[tuple[str, nn.Module]]:
+    """The modules whose calls a step is cut at: those with weights, metrics excepted.
+
+    Args:
+        module: The user's LightningModule.
+        opaque_forward: Look through its own forward at the calls inside it.
+        only: The single module to cut; the step's own code uses the weights of the others.
+    """
+    if only is not None:
+        return [(only, module.get_submodule(only))]
+    found: list[tuple[str, nn.Module]] = []
+    metrics = [name + "." for name, m in module.named_modules() if isinstance(m, Metric)]
+    for name, child in module.named_modules():
+        inside_metric = isinstance(child, Metric) or any(name.startswith(m) for m in metrics)
+        if inside_metric or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        if (name or not opaque_forward) and next(state_items(child), None) is not None:
+            found.append((name, child))
+    return found
+
+
+def plain_attributes(module: LightningModule) -> dict[str, Any]:
+    """Numbers and texts that the user keeps on the LightningModule."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if type(value) in (bool, int, float, str) and not name.startswith("_")
+    }
+
+
+def silenced(module: LightningModule, readable: bool = False) -> list[tuple[object, str, Any]]:
+    """Patches under which logging and metrics of a step do nothing.
+
+    Args:
+        module: The user's LightningModule.
+        readable: Whether the step may read the NaN that a metric then gives.
+    """
+
+    def nothing(*args: Any, **kwargs: Any) -> Tensor:
+        meta = TensorMeta((), torch.get_default_dtype(), False)
+        device = torch.device("cpu")
+        return meta.fill(float("nan"), device) if readable else Pending.like(meta, device)
+
+    changes: list[tuple[object, str, Any]] = [(module, "log", lambda *args, **kwargs: None)]
+    for child in module.modules():
+        if isinstance(child, Metric):
+            changes += [(child, method, nothing) for method in ("forward", "update", "compute")]
+    return changes
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Puts back buffers, attributes and the contents of containers on every module."""
+    attributes = [(child, dict(child.__dict__)) for child in module.modules()]
+    contents = [
+        (value, type(value)(value))
+        for _, saved in attributes
+        for key, value in saved.items()
+        if type(value) in (list, dict, set) and not key.startswith("_")
+    ]
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_elsewhere(b)]
+    try:
+        yield
+    finally:
+        for value, content in contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        for child, saved in attributes:
+            child.__dict__.clear()
+            child.__dict__.update(saved)
+        with torch.no_grad():
+            for buffer, saved_buffer in buffers:
+                buffer.copy_(saved_buffer)

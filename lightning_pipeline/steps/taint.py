@@ -1,0 +1,73 @@
+"""Which call's outputs each tensor of a step comes from, and what the step's own code touches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.splitting import state_items
+from lightning_pipeline.splitting.torch_private import storage_of
+from lightning_pipeline.steps.pending import READS, tensors, writes_in_place
+
+
+class Taint(TorchFunctionMode):
+    """Follows, through the step's own code, which call's outputs a tensor comes from."""
+
+    def __init__(self, module: nn.Module, num_calls: Callable[[], int]) -> None:
+        super().__init__()
+        self.off = False
+        self.used: dict[str, int] = {}
+        self.written: set[str] = set()
+        self._num_calls = num_calls
+        self._sources: dict[int, frozenset[int]] = {}
+        self._kept: list[Tensor] = []
+        self._read: frozenset[int] = frozenset()
+        self._names: dict[int, str] = {}
+        self._homes: dict[int, str] = {}
+        for _, _, _, name, tensor in state_items(module):
+            self._names.setdefault(id(tensor), name)
+            self._homes.setdefault(storage_of(tensor), name)
+
+    def sources(self, tree: Any) -> frozenset[int]:
+        """Calls that ``tree`` may depend on, values read into Python included."""
+        return self._read.union(*(self._sources.get(id(t), frozenset()) for t in tensors(tree)))
+
+    def mark(self, tree: Any, calls: frozenset[int]) -> None:
+        for tensor in tensors(tree):
+            self._sources[id(tensor)] = calls | self._sources.get(id(tensor), frozenset())
+            self._kept.append(tensor)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self.off:
+            self._note(getattr(func, "__name__", ""), args, kwargs, out)
+        return out
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given, calls = tensors((args, kwargs)), self.sources((args, kwargs))
+        writes = writes_in_place(name) and name != "requires_grad_"
+        if calls:
+            self.mark(out, calls)
+            if writes:
+                self.mark(args[0], calls)
+        if name in READS:
+            self._read |= calls
+        if writes and isinstance(args[0], Tensor):
+            home = self._homes.get(storage_of(args[0]))
+            if home is not None:
+                self.written.add(home)
+        made = [t for t in tensors(out) if not any(t is g for g in given)]
+        if made or writes or name in READS:
+            for tensor in given:
+                if id(tensor) in self._names:
+                    self.used.setdefault(self._names[id(tensor)], self._num_calls())

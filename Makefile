@@ -18,7 +18,7 @@ train: $(VENV)/.installed-examples
 	$(BIN)/lightning-pipeline train $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

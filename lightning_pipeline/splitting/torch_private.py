@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,7 +79,7 @@ def saved_tensor_hooks() -> object | None:
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Run a block without the innermost pair of saved-tensor hooks, if there is one."""
-    hooks = _top_saved_tensors_default_hooks(True)
+    hooks: Any = _top_saved_tensors_default_hooks(True)
     if hooks is None:
         yield
         return

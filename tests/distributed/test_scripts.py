@@ -300,7 +300,7 @@ class ComputesMetric(ReadsMetric):
         return F.mse_loss(out, batch[1])
 
 
-class ChecksPointsASlice(Perceptron):
+class CheckpointsASlice(Perceptron):
     def training_step(self, batch, batch_idx):
         out = batch[0]
         for i in range(0, len(self.net) - 1, 2):
@@ -326,7 +326,10 @@ class Averages(Perceptron):
     [
         (Counts, r"changes self.seen from 0 to 1.*on_train_batch_end"),
         (ComputesMetric, r"computes self.error after it updated it.*self.log\('error'"),
-        (ChecksPointsASlice, r"inside another function or module.*Checkpoint the modules themselves"),
+        (
+            CheckpointsASlice,
+            r"inside another function or module.*Checkpoint the modules themselves",
+        ),
         (Lazy, r"'net.0.weight' is lazy.*nn.Linear"),
         (Averages, r"callback EMAWeightAveraging.*second copy"),
     ],

@@ -1,0 +1,150 @@
+"""Small pure parts of a pass: random streams, parked gradients, merged outputs, joined metrics."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.gradients import Parking
+from lightning_pipeline.logs import LogRecorder
+from lightning_pipeline.metrics import _APART, StepMetrics, _join
+from lightning_pipeline.passes import merge_outputs
+from lightning_pipeline.steps import mix, patched, stream
+from lightning_pipeline.steps.pending import Pending, TensorMeta
+from tests.models.modules import Perceptron
+
+CPU = torch.device("cpu")
+
+
+def draws():
+    return torch.rand(1).item(), np.random.rand(), random.random()
+
+
+def test_a_stream_repeats_and_leaves_the_outer_generators_alone():
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = [draws(), draws()]
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    got = [draws()]
+    with stream(7, CPU):
+        first = draws()
+    with pytest.raises(ValueError), stream(7, CPU):
+        assert draws() == first
+        raise ValueError
+    got.append(draws())
+    assert got == expected
+
+
+def test_mixed_seeds_differ():
+    seeds = {mix(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
+    assert len(seeds) == 512 and min(seeds) >= 0 and max(seeds) < 2**63
+
+
+def test_parking():
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    a.grad = torch.tensor([5.0])
+    parking = Parking()
+    parking.clear_for_step([a, b], keep_old=True)
+    assert a.grad is None
+    a.grad, b.grad = torch.tensor([1.0]), torch.tensor([2.0])
+    parking.park([a, b])
+    assert a.grad.item() == 5 and b.grad is None
+    a.grad = torch.tensor([10.0])  # a zero_grad that leaves something
+    seen = []
+    parking.hand_back(lambda: seen.append((a.grad.item(), b.grad.item())))
+    assert seen == [(1.0, 2.0)]  # only the step's own gradients are completed
+    assert a.grad.item() == 11 and b.grad.item() == 2
+
+
+def test_merged_outputs():
+    outputs = [
+        {"rows": torch.ones(2, 3), "mean": torch.tensor(1.0), "name": "a", "odd": torch.ones(1)},
+        {"rows": torch.zeros(1, 3), "mean": torch.tensor(4.0), "name": "a", "odd": torch.ones(4)},
+    ]
+    merged = merge_outputs(outputs, [2, 1])
+    assert merged["rows"].shape == (3, 3) and merged["mean"] == 2 and merged["name"] == "a"
+    assert [len(part) for part in merged["odd"]] == [1, 4]
+    assert merge_outputs([None, None], [2, 1]) is None
+    assert merge_outputs([{"a": 1}, {"b": 1}], [1, 1]) == [{"a": 1}, {"b": 1}]
+
+
+@pytest.mark.parametrize(
+    ("values", "joined"),
+    [
+        ((2, 3), 5),  # numbers of samples
+        ((torch.tensor(2), torch.tensor(3)), torch.tensor(5)),
+        ((7, 7), 7),
+        ((7, 8), _APART),
+        ((1.0, 2.0), 1.6),
+        ((torch.tensor(1.0), torch.tensor(2.0)), torch.tensor(1.6)),
+        ((torch.ones(2, 1), torch.zeros(3, 1)), torch.tensor([[1.0], [1], [0], [0], [0]])),
+        ((torch.ones(4), torch.zeros(6)), torch.tensor([1.0] * 4 + [0] * 6)),  # tokens
+        ((torch.ones(5), torch.ones(5)), torch.ones(5)),  # class weights
+        ((torch.ones(5), torch.zeros(5)), _APART),
+        (("mean", "mean"), "mean"),
+        (("a", "b"), _APART),
+        ((None, None), None),
+    ],
+)
+def test_joined_arguments_of_metrics(values, joined):
+    result = _join(values, [2, 3])
+    if isinstance(joined, torch.Tensor):
+        torch.testing.assert_close(result, joined)
+    else:
+        assert result == joined if joined is not _APART else result is _APART
+
+
+class Measured(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.f1 = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
+
+
+def test_metrics_see_whole_batches():
+    module = Measured()
+    reference = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
+    scores, labels = torch.randn(7, 3), torch.tensor([0, 1, 2, 0, 0, 1, 1])
+    metrics = StepMetrics(module)
+    for start, stop in ((0, 4), (4, 7)):
+        metrics.begin(stop - start)
+        with patched(metrics.patches()):
+            module.f1(scores[start:stop], labels[start:stop])
+            with pytest.raises(StepError, match=r"computes self\.f1"):
+                module.f1.compute()
+    assert module.f1._update_count == 0
+    metrics.finish()
+    assert module.f1._forward_cache == reference(scores, labels)
+    assert module.f1.compute() == reference.compute()
+
+
+def test_logs_are_weighted_by_rows():
+    module = Measured()
+    recorder = LogRecorder(module, StepMetrics(module))
+    for rows, value in ((3, 1.0), (1, 5.0)):
+        recorder.rows = rows
+        recorder("mean", torch.tensor(value))
+        recorder("sum", value, reduce_fx="sum")
+        recorder("max", value, reduce_fx=torch.max)
+        recorder("own", value, batch_size=rows * rows)
+    assert recorder.values(CPU).tolist() == [2.0, 4, 6.0, 4, 5.0, 4, 1.4, 10]
+    with pytest.raises(StepError, match="different arguments"):
+        recorder("mean", 1.0, prog_bar=True)
+    with pytest.raises(StepError, match="single value"):
+        recorder("many", torch.ones(3))
+
+
+def test_pending_spreads_and_cannot_be_read():
+    pending = Pending.like(TensorMeta((2, 3), torch.float32, True), CPU)
+    result = (pending.relu() + 1).sum()
+    assert isinstance(result, Pending) and pending.shape == (2, 3) and result.requires_grad
+    for read in (lambda: result.item(), lambda: bool(result > 0), lambda: float(result)):
+        with pytest.raises(StepError, match="later pipeline stage"):
+            read()
+    with pytest.raises(StepError, match="later pipeline stage"):
+        torch.zeros(2, 3).add_(pending.detach())

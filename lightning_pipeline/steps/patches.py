@@ -94,7 +94,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
         (value, type(value)(value))
         for _, saved in attributes
         for key, value in saved.items()
-        if type(value) in (list, dict, set) and not key.startswith("_")
+        if type(value) in (list, dict, set)
+        and (key in ("_parameters", "_buffers") or not key.startswith("_"))
     ]
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_elsewhere(b)]
     try:

@@ -201,8 +201,6 @@ def _hold(
     for name, before in survey.used.items():
         reached = {s for s in range(num_stages) if last_call[s] >= before}
         holders[name] = holders.get(name, frozenset()) | {num_stages - 1} | reached
-    for name in survey.written:
-        holders.setdefault(name, frozenset({num_stages - 1}))
 
 
 def _cut_for(order: Order, placement: Placement, seconds_per_byte: float) -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied, leaves
@@ -99,7 +98,6 @@ class Survey:
         calls: Calls in order.
         used: Parameters and buffers that the step's own code uses, with the number of calls made
             before the first use.
-        written: Parameters and buffers that the step's own code writes.
         writes_batch: Whether the step writes in place to its batch.
         grown: Names of the LightningModule's lists that the step appends to.
         targets: The modules whose calls are cut, with their names.
@@ -108,7 +106,6 @@ class Survey:
 
     calls: list[Call]
     used: dict[str, int]
-    written: frozenset[str]
     writes_batch: bool
     grown: tuple[str, ...]
     targets: list[tuple[str, nn.Module]]
@@ -306,6 +303,7 @@ def _survey(
         run.taint = Taint(module, lambda: len(run.calls))
         cut_at = targets(module, opaque_forward, only)
         wrapped = [(m, "forward", run.wrap(n, m)) for n, m in cut_at]
+        state = {name: tensor for *_, name, tensor in state_items(module)}
         run.show_stand_ins(True)
         lengths = {k: len(v) for k, v in module.__dict__.items() if type(v) is list}
         numbers = plain_attributes(module)
@@ -319,6 +317,7 @@ def _survey(
             error = raised.with_traceback(None)  # its frames would keep the graph alive
         finally:
             run.show_stand_ins(False)
+        _refuse_writes(module, step, run, state)
         _refuse_counting(module, step, numbers)
         grown = tuple(
             name
@@ -329,21 +328,13 @@ def _survey(
     if not run.calls:
         raise _no_calls(module, step, error) from error
     canonical = canonical_names(module)
-    _refuse_writes(step, run, canonical)
-    if run.taint.written:
-        rank_zero_warn(
-            f"{step} itself writes to {sorted(run.taint.written)}. It runs once a microbatch, so "
-            "it does so several times a batch; what counts batches belongs into a hook, e.g. "
-            "on_train_batch_end."
-        )
     for call, versions in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in versions)
     used: dict[str, int] = {}
     for name, before in run.taint.used.items():
         used[canonical[name]] = min(before, used.get(canonical[name], before))
-    written = frozenset(canonical[name] for name in run.taint.written)
     writes_batch = any(tensor._version != version for tensor, version in batch_versions)
-    return Survey(run.calls, used, written, writes_batch, grown, cut_at, error)
+    return Survey(run.calls, used, writes_batch, grown, cut_at, error)
 
 
 def _no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:
@@ -361,15 +352,23 @@ def _no_calls(module: LightningModule, step: str, error: Exception | None) -> St
     )
 
 
-def _refuse_writes(step: str, run: _Surveyor, canonical: dict[str, str]) -> None:
+def _refuse_writes(
+    module: LightningModule, step: str, run: _Surveyor, before: dict[str, Tensor]
+) -> None:
+    """Refuses a step whose own code writes to parameters or buffers, in place or anew."""
     assert run.taint is not None
-    in_calls = frozenset().union(*(piece for call in run.calls for piece in call.reads))
-    both = sorted({canonical[name] for name in run.taint.written} & in_calls)
-    if both:
+    called = tuple(f"{call.name}." for call in run.calls if call.name)
+    rebound = {
+        name
+        for *_, name, tensor in state_items(module)
+        if before.get(name) is not tensor and not name.startswith(called)
+    }
+    if written := sorted(run.taint.written | rebound):
         raise StepError(
-            f"{step} itself writes to {both[0]!r} ({len(both)} tensor(s) in all), which belongs to "
-            "a module that it calls: stages that stop before this line would miss it. Move it to a "
-            "hook behind the step, e.g. on_train_batch_end."
+            f"{step} itself writes to {written[0]!r} ({len(written)} tensor(s) in all). A step "
+            "runs once a microbatch on every stage that it reaches, so it would do so several "
+            "times, and not equally on all ranks. Do it in a hook behind the step, e.g. "
+            "on_train_batch_end, or in the forward of a module that the step calls."
         )
 
 

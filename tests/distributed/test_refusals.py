@@ -109,6 +109,23 @@ class WritesWeights(Perceptron):
         return super().training_step(batch, batch_idx)
 
 
+class CountsInBuffer(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+class RebindsBuffer(CountsInBuffer):
+    def training_step(self, batch, batch_idx):
+        loss = Perceptron.training_step(self, batch, batch_idx)
+        self.count = self.count + 1
+        return loss
+
+
 class UsesForeignWeight(Perceptron):
     """A hook looks at a weight that one of the ranks does not hold."""
 
@@ -129,11 +146,13 @@ REFUSED = {
     "changing calls": (ChangesCalls, "calls self.net as number 2.*may not change"),
     "changing setting": (ChangesSetting, "self.net.temperature is 2.0, but was 1.0.*buffer"),
     "writes weights": (WritesWeights, "itself writes to 'net.0.weight'.*on_train_batch_end"),
+    "counts in a buffer": (CountsInBuffer, "itself writes to 'count'.*on_train_batch_end"),
+    "binds a buffer anew": (RebindsBuffer, "itself writes to 'count'.*on_train_batch_end"),
     "foreign weight": (UsesForeignWeight, "'net.*' *, *which is on stage"),
 }
 EVERYWHERE = {
     "manual optimization", "own backward", "two optimizers", "LBFGS", "value dependent", "no call",
-    "no tensors", "writes weights", "foreign weight",
+    "no tensors", "writes weights", "counts in a buffer", "binds a buffer anew", "foreign weight",
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,6 +20,7 @@ from lightning_pipeline.batch import (
 )
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.logs import LogExchange, LogRecorder
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.metrics import SharedCompute, StepMetrics
@@ -31,7 +31,6 @@ from lightning_pipeline.placing import (
     Held,
     Options,
     PlacedModule,
-    arguments_after_batch,
     share,
 )
 from lightning_pipeline.plan import Plan
@@ -105,7 +104,7 @@ class Pipeline:
                 name == step,
             )
             for name in steps
-            if name == step or is_overridden(name, self._module)
+            if name == step or name == "training_step" or self._module.trainer.enable_validation
         ]
         self._placed.place(candidates, lambda plan: show(self._placed.describe(plan, cut.total)))
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
@@ -154,7 +153,6 @@ class PlacedModule:
             step, found = next(iter(surveys.items()))
             on_placed(plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE))
             del surveys, found
-            gc.collect()  # graphs of the survey that still refer to weights would pin them
             self.held = self._release(self.placement)
 
     def _surveys(self, candidates: list[Candidate]) -> dict[str, Survey]:
@@ -217,6 +215,7 @@ class PlacedModule:
         canonical = canonical_names(self._module)
         holders = {name: tuple(sorted(stages)) for name, stages in placement.holders.items()}
         release(self._module, lambda name: bool(here & set(holders[name])), holders)
+        gc.collect()  # dead graphs of the survey still have the memory of what is released
         self._module.to(self._device)  # metrics too; a placeholder stays what it is
         parameters: dict[int, list[nn.Parameter]] = {stage: [] for stage in self._mesh.stages}
         buffers: dict[int, list[Tensor]] = {stage: [] for stage in self._mesh.stages}
@@ -301,12 +300,6 @@ class PlacedModule:
             self._options.stages_per_rank,
             [note] if empty else [],
         )
-
-
-def arguments_after_batch(module: LightningModule, step: str) -> tuple[Any, ...]:
-    """What Lightning passes to ``step`` behind its first batch."""
-    numbered = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-    return (0,) if numbered else ()
 
 
 def share(buffers: dict[int, list[Tensor]], source: int, group: dist.ProcessGroup) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import sys
 import traceback
@@ -14,7 +12,6 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import rich
 import torch
 import torch.distributed as dist
@@ -24,7 +21,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -33,6 +30,7 @@ from typing_extensions import override
 from lightning_pipeline import checkpoint as checkpoints
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.gradients import Parking, global_norm
+from lightning_pipeline.hooks import seeds_workers, sees_old_gradients
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.placing import Context, Options
@@ -45,6 +43,7 @@ from lightning_pipeline.refusals import (
 )
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.steps import random_state, set_random_state
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -139,7 +138,7 @@ class PipelineStrategy(DDPStrategy):
         sizes, options = self._check_sizes(), self._options
         state = random_state()
         super().setup_environment()
-        random_state(state)  # Lightning's reset of the seed would shuffle unlike one device
+        set_random_state(state)  # Lightning's reset of the seed would shuffle unlike one device
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
             mesh.build_groups(self._timeout)
@@ -160,7 +159,7 @@ class PipelineStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         # Lightning seeds workers from the global rank right after this; ranks of one pipeline must
         # draw the same augmentation. Without a seed they agree through the main process' generator.
-        if pl_seeds_workers() and getattr(dataloader, "worker_init_fn", 0) is None:
+        if seeds_workers() and getattr(dataloader, "worker_init_fn", 0) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.data_rank)
         return dataloader
 
@@ -214,11 +213,9 @@ class PipelineStrategy(DDPStrategy):
         box = [random_state()]
         group, source = self.mesh.pipeline_group, self.mesh.last_rank
         dist.broadcast_object_list(box, source, group)
-        random_state(box[0])
+        set_random_state(box[0])
         if self.root_device.type == "cuda":
             torch.cuda.manual_seed(torch.initial_seed())
-        np.random.set_state(box[0][1])
-        random.setstate(box[0][2])
 
     def _share_clipping(self) -> None:
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -254,7 +251,7 @@ class PipelineStrategy(DDPStrategy):
         self._parks = loop.epoch_loop.batch_idx % accumulated == 0
         if self._parks:
             pipeline.share_buffers()
-            self._parking.clear_for_step(parameters, keep_old=_sees_old_gradients(module))
+            self._parking.clear_for_step(parameters, keep_old=sees_old_gradients(module))
         pipeline.held.reducer.arm(last_pass=not loop._should_accumulate())
         with self._failing_together():
             loss, output = pipeline.run(
@@ -332,6 +329,8 @@ class PipelineStrategy(DDPStrategy):
         self.plan = plan
         if self.is_global_zero:
             rich.print(plan)
+        for note in plan.notes:
+            rank_zero_warn(note)
 
     def _drop_foreign_state(self) -> None:
         """Optimizer state of parameters that are elsewhere goes, the rest follows its parameter."""
@@ -429,26 +428,3 @@ class PipelineStrategy(DDPStrategy):
             strategy_registry.register(
                 name, cls, description=f"Pipeline parallelism {arguments or ''}", **arguments
             )
-
-
-def pl_seeds_workers() -> bool:
-    """Whether the user called ``seed_everything(workers=True)``."""
-    return bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
-
-
-def random_state(state: Any = None) -> Any:
-    """State of the generators of torch on the host, NumPy and Python; sets it if one is given."""
-    if state is not None:
-        torch.set_rng_state(state[0])
-        np.random.set_state(state[1])
-        random.setstate(state[2])
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _sees_old_gradients(module: pl.LightningModule) -> bool:
-    """Whether a hook between the step and the backward looks at the last step's gradients."""
-    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
-    if any(is_overridden(hook, module) for hook in hooks):
-        return True
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    return any(is_overridden("on_before_zero_grad", callback) for callback in callbacks)

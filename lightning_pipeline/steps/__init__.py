@@ -12,7 +12,7 @@ from lightning_pipeline.steps.plan import (
     plan_step,
 )
 from lightning_pipeline.steps.runner import Microbatch, Runner
-from lightning_pipeline.steps.streams import mix, stream
+from lightning_pipeline.steps.streams import mix, random_state, set_random_state, stream
 from lightning_pipeline.steps.survey import Survey, survey
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "patched",
     "place",
     "plan_step",
+    "random_state",
+    "set_random_state",
     "stream",
     "survey",
 ]

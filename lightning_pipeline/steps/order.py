@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.pending import TensorMeta
-from lightning_pipeline.steps.survey import Call
 
 Piece = tuple[int, int]  # (index of the call, index of the piece in it)
 

@@ -20,9 +20,10 @@ from lightning_pipeline.splitting import (
     repeated_blocks,
 )
 from lightning_pipeline.steps.analyst import PLAIN
+from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
-from lightning_pipeline.steps.survey import Call, Survey
+from lightning_pipeline.steps.survey import Survey
 
 PartitionSpec = Literal["auto", "uniform"] | Sequence[str]
 

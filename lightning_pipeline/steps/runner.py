@@ -20,11 +20,11 @@ from lightning_pipeline.batch import copied
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import PLAIN, signature_of
+from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.patches import patched, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, stream
-from lightning_pipeline.steps.survey import Call
 
 _SAMPLES = 16
 

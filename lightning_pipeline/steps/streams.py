@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,18 @@ def mix(*numbers: int) -> int:
     return seed
 
 
+def random_state() -> Any:
+    """State of the generators of torch on the host, NumPy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_random_state(state: Any) -> None:
+    """Goes on from a state that ``random_state`` gave."""
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
 @contextmanager
 def stream(seed: int, device: torch.device) -> Iterator[None]:
     """Runs the block on fresh torch, numpy and Python generators and puts the outer ones back.
@@ -30,11 +43,11 @@ def stream(seed: int, device: torch.device) -> Iterator[None]:
         seed: Seed of the block's generators, any non-negative integer.
         device: The rank's device; its generator is forked beside the CPU's.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    outer = random_state()
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
-    states = [generator.get_state() for generator in generators]
+    states = [generator.get_state() for generator in generators[1:]]
     random.seed(seed)
     np.random.seed(seed % 2**32)
     # torch.manual_seed formats a stack trace for devices that are not initialised: 1 ms a call.
@@ -43,7 +56,6 @@ def stream(seed: int, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, state in zip(generators, states, strict=True):
+        set_random_state(outer)
+        for generator, state in zip(generators[1:], states, strict=True):
             generator.set_state(state)

@@ -7,9 +7,9 @@ on every stage and is never recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +17,18 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied, leaves
-from lightning_pipeline.boundary import leaves_of
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
-from lightning_pipeline.splitting import Program, canonical_names, is_elsewhere, state_items
+from lightning_pipeline.splitting import canonical_names, is_elsewhere, state_items
 from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
 from lightning_pipeline.splitting.torch_private import pytree
-from lightning_pipeline.steps.analyst import Analyst, Signature, signature_of
+from lightning_pipeline.steps.analyst import Analyst, signature_of
+from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.checks import (
+    drop_unused_gradients,
+    no_calls,
+    refuse_counting,
+    refuse_writes,
+)
 from lightning_pipeline.steps.patches import (
     patched,
     plain_attributes,
@@ -30,64 +36,9 @@ from lightning_pipeline.steps.patches import (
     targets,
     untouched,
 )
-from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
+from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
 from lightning_pipeline.steps.taint import Taint
-
-
-@dataclass
-class Call:
-    """One call of a module with weights.
-
-    Attributes:
-        name: Dotted name of the module; ``""`` is the LightningModule's own forward.
-        signature: Structure, shapes and Python values of the arguments.
-        depends_on: Indices of the earlier calls that the arguments come from.
-        program: The recording to cut, or ``None`` when the call stays in one piece.
-        cost: Seconds of each piece.
-        reads: Names of the parameters and buffers that each piece uses.
-        writes: Names of the buffers that the call writes.
-        output_spec: Structure of the output.
-        outputs: Leaves of the output, a tensor as its TensorMeta, anything else as itself.
-        cloned: Whether the step writes in place to the answer, which therefore is a copy.
-        ambient: Autograd and autocast state at the call differs from that of the step's start.
-        reason: Why it cannot be recorded, if it cannot.
-        trains: Whether a gradient may reach it.
-    """
-
-    name: str
-    signature: Signature
-    depends_on: frozenset[int]
-    program: Program | None
-    cost: list[float]
-    reads: list[frozenset[str]]
-    writes: frozenset[str]
-    ambient: bool
-    reason: SplitError | None = None
-    output_spec: Any = None
-    outputs: list[Any] = field(default_factory=list)
-    cloned: bool = False
-    trains: bool = True
-
-    @property
-    def num_pieces(self) -> int:
-        return len(self.cost)
-
-    @property
-    def label(self) -> str:
-        return f"self.{self.name}" if self.name else "self"
-
-    def answer(self, leaves: dict[int, Tensor], device: torch.device) -> Any:
-        """The call's output: given tensors where they are known, Pending ones elsewhere."""
-
-        def leaf(position: int, known: Any) -> Any:
-            if position in leaves:
-                tensor = leaves[position]
-                return tensor.clone() if self.cloned else tensor.view_as(tensor)
-            return Pending.like(known, device) if isinstance(known, TensorMeta) else known
-
-        flat = [leaf(position, known) for position, known in enumerate(self.outputs)]
-        return pytree.tree_unflatten(flat, self.output_spec)
 
 
 @dataclass
@@ -317,16 +268,17 @@ def _survey(
             error = raised.with_traceback(None)  # its frames would keep the graph alive
         finally:
             run.show_stand_ins(False)
-        _refuse_writes(module, step, run, state)
-        _refuse_counting(module, step, numbers)
+        assert run.taint is not None
+        refuse_writes(module, step, run.calls, run.taint.written, state)
+        refuse_counting(module, step, numbers)
         grown = tuple(
             name
             for name, length in lengths.items()
             if type(entries := module.__dict__.get(name)) is list and len(entries) > length
         )
-        _drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
+        drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
     if not run.calls:
-        raise _no_calls(module, step, error) from error
+        raise no_calls(module, step, error) from error
     canonical = canonical_names(module)
     for call, versions in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in versions)
@@ -335,78 +287,3 @@ def _survey(
         used[canonical[name]] = min(before, used.get(canonical[name], before))
     writes_batch = any(tensor._version != version for tensor, version in batch_versions)
     return Survey(run.calls, used, writes_batch, grown, cut_at, error)
-
-
-def _no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:
-    """The error for a step that never gets to a module with weights."""
-    name = type(module).__name__
-    if error is not None:
-        return StepError(
-            f"{name}.{step} raised {error!r} before it called any module that holds parameters, "
-            "so there is nothing to pipeline. Make the step run on one device first: "
-            "Trainer(devices=1)."
-        )
-    return StepError(
-        f"{name}.{step} calls no module that holds parameters, so there is nothing to pipeline. "
-        "A pipeline needs a step that calls its model, e.g. `self(x)` or `self.model(x)`."
-    )
-
-
-def _refuse_writes(
-    module: LightningModule, step: str, run: _Surveyor, before: dict[str, Tensor]
-) -> None:
-    """Refuses a step whose own code writes to parameters or buffers, in place or anew."""
-    assert run.taint is not None
-    called = tuple(f"{call.name}." for call in run.calls if call.name)
-    rebound = {
-        name
-        for *_, name, tensor in state_items(module)
-        if before.get(name) is not tensor and not name.startswith(called)
-    }
-    if written := sorted(run.taint.written | rebound):
-        raise StepError(
-            f"{step} itself writes to {written[0]!r} ({len(written)} tensor(s) in all). A step "
-            "runs once a microbatch on every stage that it reaches, so it would do so several "
-            "times, and not equally on all ranks. Do it in a hook behind the step, e.g. "
-            "on_train_batch_end, or in the forward of a module that the step calls."
-        )
-
-
-def _refuse_counting(module: LightningModule, step: str, before: dict[str, Any]) -> None:
-    for name, value in plain_attributes(module).items():
-        if name in before and before[name] != value:
-            raise StepError(
-                f"{step} changes self.{name} from {before[name]!r} to {value!r}. A step runs once "
-                "a microbatch on every stage, so the change would happen several times, and not "
-                "equally on all ranks. Change it in a hook, e.g. on_train_batch_end, or count with "
-                "a torchmetrics object."
-            )
-
-
-def _drop_unused_gradients(
-    calls: list[Call], arguments: list[list[Tensor]], leaves: list[list[Tensor]], returned: Any
-) -> None:
-    """Takes the gradient from outputs that the loss does not depend on through autograd.
-
-    A stage that sent zeros for them would give weights a gradient of zero where one device gives
-    none, and optimizers treat the two differently.
-
-    Args:
-        calls: The step's calls.
-        arguments: Tensors among the arguments of each call.
-        leaves: Tensors among the outputs of each call, as leaves of the step's graph.
-        returned: What the step returned.
-    """
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
-        return  # an evaluation, or a step that broke off
-    reached = leaves_of([loss])
-    for call, given, made in reversed(list(zip(calls, arguments, leaves, strict=True))):
-        needed = [id(tensor) in reached for tensor in made]
-        positions = [i for i, out in enumerate(call.outputs) if isinstance(out, TensorMeta)]
-        for position, tensor, need in zip(positions, made, needed, strict=True):
-            if tensor.requires_grad and not need:
-                call.outputs[position] = call.outputs[position]._replace(requires_grad=False)
-        call.trains = any(needed)
-        if call.trains:
-            reached |= leaves_of(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def _fork(
     if child:
         return child
     code = 1
+    gc.freeze()  # a collection in the child would copy all that it shares with its parent
     try:
         _join(rank, world_size, folder)
         torch.save(function(*args), Path(folder, f"{rank}.result"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
-from lightning_pipeline.steps.survey import Call
 
 
 class Recording:

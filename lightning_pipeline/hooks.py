@@ -1,0 +1,30 @@
+"""What Lightning passes to the user's hooks, and which of them look at what."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+
+def arguments_after_batch(module: LightningModule, step: str) -> tuple[Any, ...]:
+    """What Lightning passes to ``step`` behind its first batch."""
+    numbered = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+    return (0,) if numbered else ()
+
+
+def seeds_workers() -> bool:
+    """Whether the user called ``seed_everything(workers=True)``."""
+    return bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
+
+
+def sees_old_gradients(module: LightningModule) -> bool:
+    """Whether a hook between the step and the backward looks at the last step's gradients."""
+    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+    if any(is_overridden(hook, module) for hook in hooks):
+        return True
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    return any(is_overridden("on_before_zero_grad", callback) for callback in callbacks)

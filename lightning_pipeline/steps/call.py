@@ -1,0 +1,70 @@
+"""One call of a module with weights in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.splitting import Program
+from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.steps.analyst import Signature
+from lightning_pipeline.steps.pending import Pending, TensorMeta
+
+
+@dataclass
+class Call:
+    """One call of a module with weights.
+
+    Attributes:
+        name: Dotted name of the module; ``""`` is the LightningModule's own forward.
+        signature: Structure, shapes and Python values of the arguments.
+        depends_on: Indices of the earlier calls that the arguments come from.
+        program: The recording to cut, or ``None`` when the call stays in one piece.
+        cost: Seconds of each piece.
+        reads: Names of the parameters and buffers that each piece uses.
+        writes: Names of the buffers that the call writes.
+        output_spec: Structure of the output.
+        outputs: Leaves of the output, a tensor as its TensorMeta, anything else as itself.
+        cloned: Whether the step writes in place to the answer, which therefore is a copy.
+        ambient: Autograd and autocast state at the call differs from that of the step's start.
+        reason: Why it cannot be recorded, if it cannot.
+        trains: Whether a gradient may reach it.
+    """
+
+    name: str
+    signature: Signature
+    depends_on: frozenset[int]
+    program: Program | None
+    cost: list[float]
+    reads: list[frozenset[str]]
+    writes: frozenset[str]
+    ambient: bool
+    reason: SplitError | None = None
+    output_spec: Any = None
+    outputs: list[Any] = field(default_factory=list)
+    cloned: bool = False
+    trains: bool = True
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.cost)
+
+    @property
+    def label(self) -> str:
+        return f"self.{self.name}" if self.name else "self"
+
+    def answer(self, leaves: dict[int, Tensor], device: torch.device) -> Any:
+        """The call's output: given tensors where they are known, Pending ones elsewhere."""
+
+        def leaf(position: int, known: Any) -> Any:
+            if position in leaves:
+                tensor = leaves[position]
+                return tensor.clone() if self.cloned else tensor.view_as(tensor)
+            return Pending.like(known, device) if isinstance(known, TensorMeta) else known
+
+        flat = [leaf(position, known) for position, known in enumerate(self.outputs)]
+        return pytree.tree_unflatten(flat, self.output_spec)

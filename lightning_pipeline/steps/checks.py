@@ -1,0 +1,110 @@
+"""What a surveyed step must not do, and which of its values take a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_pipeline.boundary import leaves_of
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.splitting import state_items
+from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.patches import plain_attributes
+from lightning_pipeline.steps.pending import TensorMeta
+
+
+def no_calls(module: LightningModule, step: str, error: Exception | None) -> StepError:
+    """The error for a step that never gets to a module with weights."""
+    name = type(module).__name__
+    if error is not None:
+        return StepError(
+            f"{name}.{step} raised {error!r} before it called any module that holds parameters, "
+            "so there is nothing to pipeline. Make the step run on one device first: "
+            "Trainer(devices=1)."
+        )
+    return StepError(
+        f"{name}.{step} calls no module that holds parameters, so there is nothing to pipeline. "
+        "A pipeline needs a step that calls its model, e.g. `self(x)` or `self.model(x)`."
+    )
+
+
+def refuse_writes(
+    module: LightningModule,
+    step: str,
+    calls: list[Call],
+    written_in_place: set[str],
+    before: dict[str, Tensor],
+) -> None:
+    """Refuses a step whose own code writes to parameters or buffers, in place or anew.
+
+    Args:
+        module: The user's LightningModule, as the step has left it.
+        step: Name of the step.
+        calls: Its calls; what they do to their own modules is fine.
+        written_in_place: Names that the step's own code wrote to.
+        before: Parameters and buffers by name, before the step.
+
+    Raises:
+        StepError: Naming one of them.
+    """
+    called = tuple(f"{call.name}." for call in calls if call.name)
+    rebound = {
+        name
+        for *_, name, tensor in state_items(module)
+        if before.get(name) is not tensor and not name.startswith(called)
+    }
+    if written := sorted(written_in_place | rebound):
+        raise StepError(
+            f"{step} itself writes to {written[0]!r} ({len(written)} tensor(s) in all). A step "
+            "runs once a microbatch on every stage that it reaches, so it would do so several "
+            "times, and not equally on all ranks. Do it in a hook behind the step, e.g. "
+            "on_train_batch_end, or in the forward of a module that the step calls."
+        )
+
+
+def refuse_counting(module: LightningModule, step: str, before: dict[str, Any]) -> None:
+    """Refuses a step that changes numbers or texts on the LightningModule.
+
+    Raises:
+        StepError: Naming one of them.
+    """
+    for name, value in plain_attributes(module).items():
+        if name in before and before[name] != value:
+            raise StepError(
+                f"{step} changes self.{name} from {before[name]!r} to {value!r}. A step runs once "
+                "a microbatch on every stage, so the change would happen several times, and not "
+                "equally on all ranks. Change it in a hook, e.g. on_train_batch_end, or count with "
+                "a torchmetrics object."
+            )
+
+
+def drop_unused_gradients(
+    calls: list[Call], arguments: list[list[Tensor]], leaves: list[list[Tensor]], returned: Any
+) -> None:
+    """Takes the gradient from outputs that the loss does not depend on through autograd.
+
+    A stage that sent zeros for them would give weights a gradient of zero where one device gives
+    none, and optimizers treat the two differently.
+
+    Args:
+        calls: The step's calls.
+        arguments: Tensors among the arguments of each call.
+        leaves: Tensors among the outputs of each call, as leaves of the step's graph.
+        returned: What the step returned.
+    """
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return  # an evaluation, or a step that broke off
+    reached = leaves_of([loss])
+    for call, given, made in reversed(list(zip(calls, arguments, leaves, strict=True))):
+        needed = [id(tensor) in reached for tensor in made]
+        positions = [i for i, out in enumerate(call.outputs) if isinstance(out, TensorMeta)]
+        for position, tensor, need in zip(positions, made, needed, strict=True):
+            if tensor.requires_grad and not need:
+                call.outputs[position] = call.outputs[position]._replace(requires_grad=False)
+        call.trains = any(needed)
+        if call.trains:
+            reached |= leaves_of(given)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 
 BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
@@ -56,16 +57,14 @@ class Parking:
 
 
 class _Bucket:
-    """Some gradients on their way over an axis, as one message: their sum divided by a number.
+    """Some gradients on their way over an axis, as one message.
 
     A parameter without a gradient on any rank must stay without one (an optimizer skips it), so
     the message counts the ranks that have one.
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, divisor: int
-    ) -> None:
-        self._parameters, self._divisor = parameters, divisor
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._parameters = parameters
         self._grads = [p.grad for p in parameters]
         flat = [
             (torch.zeros_like(p) if grad is None else grad).reshape(-1)
@@ -75,8 +74,8 @@ class _Bucket:
         self._message = torch.cat([*flat, has_grad])
         self._handle = dist.all_reduce(self._message, group=group, async_op=True)
 
-    def finish(self) -> None:
-        """Waits and writes the result into the gradients."""
+    def finish(self, divisor: float) -> None:
+        """Waits and writes the sum over the ranks, divided by ``divisor``, into the gradients."""
         self._handle.wait()
         sizes = [p.numel() for p in self._parameters]
         *means, has_grad = self._message.split([*sizes, len(sizes)])
@@ -85,7 +84,7 @@ class _Bucket:
         for parameter, grad, mean, count in zip(
             self._parameters, self._grads, means, present, strict=True
         ):
-            mean = mean.div_(self._divisor).view_as(parameter)
+            mean = mean.div_(divisor).view_as(parameter)
             if grad is not None:
                 grad.copy_(mean)
             elif count:
@@ -96,8 +95,10 @@ class GradientReducer:
     """Completes gradients once per optimizer step.
 
     A parameter that several ranks of a pipeline hold (tied weights, the step's own parameters)
-    gets the sum over them, and every parameter the mean over the replicas. The replicas' exchange
-    of a stage starts as soon as its last weight gradient is there.
+    gets the sum over them, and every parameter the mean over the replicas. Where the step weighs
+    its losses itself, the mean is over the weights of all microbatches that were accumulated and
+    of all replicas. The replicas' exchange of a stage starts as soon as its last weight gradient
+    is there.
 
     Args:
         mesh: The rank's place, groups built.
@@ -124,11 +125,14 @@ class GradientReducer:
         self._order = list(self._waiting)
         self._finished: set[int] = set()
         self._buckets: list[_Bucket] = []
+        self._weights: list[float | None] = []
         self.armed = False
 
-    def arm(self, last_pass: bool) -> None:
+    def arm(self, first_pass: bool, last_pass: bool) -> None:
         """Announces a pass; only the last one before an optimizer step exchanges gradients."""
         self.armed = last_pass
+        if first_pass:
+            self._weights = []
         self._waiting, self._finished, self._buckets = list(self._order), set(), []
 
     def finished(self, stage: int) -> None:
@@ -136,6 +140,31 @@ class GradientReducer:
         self._finished.add(stage)
         while self.armed and self._waiting and self._waiting[0] in self._finished:
             self._start(self._own[self._waiting.pop(0)])
+
+    def weigh(self, weight: float | None) -> None:
+        """Notes the weight that the step gave to a pass, ``None`` if it gave none.
+
+        Raises:
+            StepError: If it gave one to some of the passes before one optimizer step only.
+        """
+        self._weights.append(weight)
+        if any((w is None) != (weight is None) for w in self._weights):
+            raise StepError(
+                "training_step returned a 'weight' for some of the batches that are accumulated "
+                "and none for others. Return it always, or never."
+            )
+
+    def _divisor(self) -> float:
+        """What the sum of the gradients over microbatches and replicas is divided by."""
+        size = self._mesh.sizes.data
+        if not self._weights or self._weights[0] is None:
+            return float(size)  # the losses are scaled already
+        total = torch.tensor(sum(w for w in self._weights if w is not None), dtype=torch.float64)
+        if size > 1:
+            device = next((p.device for own in self._own.values() for p in own), total.device)
+            total = total.to(device)
+            dist.all_reduce(total, group=self._mesh.data_group)
+        return float(total) or 1.0  # nothing counts: the gradients are zeros
 
     def complete(self) -> None:
         """Waits for all exchanges; call with the gradients in their places."""
@@ -145,19 +174,22 @@ class GradientReducer:
             trained = [p for p in parameters if p.requires_grad]
             if group is not None:
                 for parameters_of_message in _buckets(trained):
-                    _Bucket(parameters_of_message, group, 1).finish()
+                    _Bucket(parameters_of_message, group).finish(1.0)
             self._start(trained)
+        divisor = self._divisor()
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish(divisor)
+        if self._mesh.sizes.data == 1 and divisor != 1.0:
+            lists = [*self._own.values(), *(parameters for _, parameters in self._shared)]
+            grads = [p.grad for parameters in lists for p in parameters if p.grad is not None]
+            if grads:
+                torch._foreach_div_(grads, divisor)
         self._buckets, self.armed = [], False
 
     def _start(self, parameters: Iterable[nn.Parameter]) -> None:
-        size = self._mesh.sizes.data
-        if size == 1:
-            return
-        group = self._mesh.data_group
-        for bucket in _buckets([p for p in parameters if p.requires_grad]):
-            self._buckets.append(_Bucket(bucket, group, size))
+        if self._mesh.sizes.data > 1:
+            for bucket in _buckets([p for p in parameters if p.requires_grad]):
+                self._buckets.append(_Bucket(bucket, self._mesh.data_group))
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:

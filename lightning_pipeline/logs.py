@@ -21,7 +21,8 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.metrics import Origin, StepMetrics
 
-_HEADER = 6  # structure, checksum, loss, number of values, dtype of the loss, more to come
+# structure, checksum, loss, number of values, dtype of the loss, more to come, weight of the batch
+_HEADER = 7
 _LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAPACITY = 64  # values in the first broadcast; more follow in a second one
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
@@ -36,7 +37,7 @@ class _Entry:
     origin: Origin | None
     dtype: torch.dtype
     values: list[Tensor] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    weights: list[float | None] = field(default_factory=list)
 
 
 class LogRecorder:
@@ -81,7 +82,13 @@ class LogRecorder:
                 f"{entry.arguments} and {arguments}. Log each name in one way."
             )
         entry.values.append(tensor.to(torch.float64))
-        entry.weights.append(float(self.rows if batch_size is None else batch_size))
+        entry.weights.append(None if batch_size is None else float(batch_size))
+
+    def end(self, weight: float | None) -> None:
+        """Ends a microbatch: what it logged counts as much as its rows, or its own weight."""
+        share = float(self.rows) if weight is None else weight
+        for entry in self._entries.values():
+            entry.weights = [share if known is None else known for known in entry.weights]
 
     def structure(self) -> list[tuple[str, dict[str, Any], str | None, torch.dtype]]:
         """Names, arguments, metrics and dtypes, in the order of the first log."""
@@ -119,7 +126,7 @@ def _reduced(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     reduction = _REDUCTIONS.get(name.lower(), "mean")
     if reduction == "mean":
-        return (values * weights).sum() / weights.sum()
+        return (values * weights)[weights > 0].sum() / weights.sum()
     if reduction == "sum":
         return values.sum()
     return values.max() if reduction == "max" else values.min()
@@ -144,8 +151,9 @@ class LogExchange:
         recorder: LogRecorder | None,
         checksum: int,
         loss: Tensor | None,
+        weight: float | None,
         more: Any,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, float | None, Any]:
         """Replays the logs of one step on every rank of the pipeline.
 
         Args:
@@ -153,15 +161,16 @@ class LogExchange:
             recorder: What was logged; ``None`` except on the last stage.
             checksum: Of this rank's batch.
             loss: The batch's loss on the last stage.
+            weight: The weight that the step gave to the batch, on the last stage.
             more: Whatever else the other ranks need of the last stage, ``None`` for nothing.
 
         Returns:
-            The loss and ``more`` of the last stage.
+            The loss, the weight and ``more`` of the last stage.
 
         Raises:
             StepError: If this rank and the last stage saw different batches.
         """
-        header, values = self._broadcast(recorder, checksum, loss, more)
+        header, values = self._broadcast(recorder, checksum, loss, weight, more)
         if int(header[1]) != checksum:
             raise StepError(
                 f"{step}: rank {self._mesh.global_rank} and rank {self._mesh.last_rank} of one "
@@ -172,10 +181,16 @@ class LogExchange:
         if int(header[5]):
             more = self._broadcast_object(more)
         self._replay(int(header[0]), values)
-        return header[2].to(_LOSS_DTYPES[int(header[4])]), more
+        given = float(header[6])
+        return header[2].to(_LOSS_DTYPES[int(header[4])]), None if given < 0 else given, more
 
     def _broadcast(
-        self, recorder: LogRecorder | None, checksum: int, loss: Tensor | None, more: Any
+        self,
+        recorder: LogRecorder | None,
+        checksum: int,
+        loss: Tensor | None,
+        weight: float | None,
+        more: Any,
     ) -> tuple[Tensor, Tensor]:
         message = torch.zeros(_HEADER + _CAPACITY, dtype=torch.float64, device=self._device)
         values, structure = torch.zeros(0, dtype=torch.float64, device=self._device), None
@@ -186,6 +201,7 @@ class LogExchange:
             if loss is not None:
                 message[2], message[4] = loss, _LOSS_DTYPES.index(loss.dtype)
             message[5] = float(more is not None)
+            message[6] = -1.0 if weight is None else weight
             message[_HEADER : _HEADER + values.numel()] = values[:_CAPACITY]
         self._send(message)
         identity, count = int(message[0]), int(message[3])

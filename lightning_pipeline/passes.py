@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ class StepPass:
         microbatches: What runs, fillers included.
         cut: How the batch's rows are dealt out.
         trains: Whether there is a backward.
-        scale: Factor of every loss: 1 / accumulated batches, times the scale of 16-bit gradients.
+        scale: Factor of every loss: the scale of 16-bit gradients.
+        accumulated: Number of batches whose gradients are averaged.
         runners: This rank's stages.
         held: What this rank holds.
         recorder: Takes the logs on the last stage.
@@ -35,12 +36,14 @@ class StepPass:
         outputs: What the step returned for each microbatch with rows, on the last stage.
         appended: What the step appended to the module's lists for each microbatch with rows.
         losses: Loss of each microbatch with rows, on the last stage of a training pass.
+        weights: The weight that the step returned for each of them, ``None`` if it did not.
     """
 
     microbatches: list[Microbatch]
     cut: Cut
     trains: bool
     scale: float | Tensor
+    accumulated: int
     runners: dict[int, Runner]
     held: Held
     recorder: LogRecorder
@@ -48,6 +51,7 @@ class StepPass:
     outputs: list[Any] = field(default_factory=list)
     appended: list[dict[str, list[Any]]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    weights: list[float | None] = field(default_factory=list)
 
     @property
     def num_microbatches(self) -> int:
@@ -80,6 +84,8 @@ class StepPass:
             returned = runner(item, received)[1]
         self.outputs.append(detached(returned))
         self.appended.append(detached(runner.appended))
+        self.weights.append(_weight_of(item, returned))
+        self.recorder.end(self.weights[-1])
         return self._loss(item, returned)
 
     def _fill(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
@@ -98,11 +104,40 @@ class StepPass:
         if not self.trains:
             return torch.zeros(())
         loss = _loss_of(item, returned)
+        if self.weights[-1] == 0.0:
+            # The mean over nothing is NaN, which no factor makes a zero.
+            loss = loss.nan_to_num(0.0, 0.0, 0.0)
         self.losses.append(loss.detach())
         return loss
 
     def loss_factor(self, microbatch: int) -> float | Tensor:
-        return self.scale * self.cut.share(microbatch)
+        if self.cut.is_filler(microbatch):
+            return 0.0
+        weight = self.weights[microbatch]
+        if weight is not None:  # divided by the sum of all weights when it is known
+            return self.scale * weight
+        return self.scale * self.cut.share(microbatch) / self.accumulated
+
+    def weight(self) -> float | None:
+        """The weight that the step gave to the batch, on the last stage.
+
+        Raises:
+            StepError: If it gave one to some of the microbatches only.
+        """
+        given = [weight for weight in self.weights if weight is not None]
+        if given and len(given) < len(self.weights):
+            raise StepError(
+                "The step returned a 'weight' for some microbatches and none for others. Return "
+                "it always, or never."
+            )
+        return sum(given) if given else None
+
+    def _shares(self) -> list[float]:
+        """What each microbatch with rows counts in means over the batch."""
+        total = self.weight()
+        if total is None:
+            return [self.cut.share(index) for index in range(len(self.cut.sizes))]
+        return [(weight or 0.0) / (total or 1.0) for weight in self.weights]
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         return self.held.parameters[stage]
@@ -114,12 +149,13 @@ class StepPass:
         """Mean loss over the batch; ``None`` where it is not known."""
         if not self.losses:
             return None
-        weighted = [loss.double() * self.cut.share(i) for i, loss in enumerate(self.losses)]
-        return torch.stack(weighted).sum().to(self.losses[0].dtype)
+        return _mean(self.losses, self._shares())
 
     def appended_to_lists(self) -> dict[str, list[Any]]:
         """What the step would have appended for the whole batch, on the last stage."""
-        merged = merge_outputs(self.appended, list(self.cut.sizes)) if self.appended else {}
+        if not self.appended:
+            return {}
+        merged = merge_outputs(self.appended, self.cut.sizes, self._shares())
         if isinstance(merged, dict):
             return merged
         # another number of entries for each microbatch: all of them
@@ -128,7 +164,13 @@ class StepPass:
 
     def output(self) -> Any:
         """What the step would have returned for the whole batch, on the last stage."""
-        return merge_outputs(self.outputs, list(self.cut.sizes)) if self.outputs else None
+        if not self.outputs:
+            return None
+        merged = merge_outputs(self.outputs, self.cut.sizes, self._shares())
+        total = self.weight()
+        if total is not None and isinstance(merged, dict):
+            merged["weight"] = total
+        return merged
 
 
 def _loss_of(item: Microbatch, returned: Any) -> Tensor:
@@ -153,25 +195,52 @@ def _loss_of(item: Microbatch, returned: Any) -> Tensor:
     return loss.reshape(())
 
 
+def _weight_of(item: Microbatch, returned: Any) -> float | None:
+    weight = returned.get("weight") if isinstance(returned, Mapping) else None
+    if weight is None:
+        return None
+    number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+        raise StepError(
+            f"The 'weight' that {item.plan.step} returns must be a single number of at least 0, "
+            f"got {weight!r}. It says what the loss of this microbatch counts in the mean, e.g. "
+            "the number of tokens that it is a mean over."
+        )
+    return float(number)
+
+
 def detached(tree: Any) -> Any:
     """``tree`` with its tensors out of the autograd graph."""
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 
-def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
+def merge_outputs(outputs: list[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
     """Joins what the step returned for each microbatch.
 
-    Rows are put together, single floating-point numbers averaged by their rows; of anything else
-    the list over the microbatches is given.
+    Rows are put together, single floating-point numbers averaged; of anything else the list over
+    the microbatches is given.
+
+    Args:
+        outputs: One for each microbatch with rows.
+        sizes: Rows of each.
+        shares: What each counts in means; their sum is 1.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
         return list(outputs)
-    merged = [_merge(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    merged = [_merge(leaves, sizes, shares) for leaves in columns]
     return pytree.tree_unflatten(merged, flat[0][1])
 
 
-def _merge(leaves: tuple[Any, ...], sizes: list[int]) -> Any:
+def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Weighted mean; what counts nothing may be NaN."""
+    weighted = [v.double() * share for v, share in zip(values, shares, strict=True) if share]
+    total = torch.stack(weighted).sum() if weighted else values[0].new_zeros(())
+    return total.to(values[0].dtype)
+
+
+def _merge(leaves: tuple[Any, ...], sizes: Sequence[int], shares: Sequence[float]) -> Any:
     first = leaves[0]
     if not isinstance(first, Tensor):
         return first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves)
@@ -179,6 +248,5 @@ def _merge(leaves: tuple[Any, ...], sizes: list[int]) -> Any:
     if first.ndim and all(len(t) == n for t, n in zip(tensors, sizes, strict=True)):
         return torch.cat(tensors)
     if not first.ndim and first.is_floating_point():
-        weighted = [t.double() * n for t, n in zip(tensors, sizes, strict=True)]
-        return (torch.stack(weighted).sum() / sum(sizes)).to(first.dtype)
+        return _mean(tensors, shares)
     return tensors

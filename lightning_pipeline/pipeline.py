@@ -136,6 +136,7 @@ class Pipeline:
         *,
         trains: bool,
         scale: float | Tensor = 1.0,
+        accumulated: int = 1,
         count: int | None = None,
     ) -> tuple[Tensor, Any]:
         """Runs one step over the pipeline and replays its logs.
@@ -145,6 +146,7 @@ class Pipeline:
             args: Its arguments, the batch first.
             trains: Whether to run the backward.
             scale: Factor of the loss in the backward.
+            accumulated: Number of batches whose gradients are averaged.
             count: Number of this batch in the run, for its random numbers; ``None`` counts here.
 
         Returns:
@@ -152,7 +154,7 @@ class Pipeline:
             ranks of the pipeline.
         """
         self._trained |= trains
-        work = self._prepare(step, args, trains, scale, count)
+        work = self._prepare(step, args, trains, scale, accumulated, count)
         self._computed.inside_step = True
         try:
             self._engine.run(work)
@@ -162,7 +164,11 @@ class Pipeline:
             self._computed.inside_step = False
         self._computed.forget()
         recorder, more = (work.recorder, _more(work)) if self._mesh.is_last else (None, None)
-        loss, more = self._exchange(step, recorder, checksum(args[0]), work.loss(), more)
+        weight = work.weight() if self._mesh.is_last else None
+        mark = checksum(args[0])
+        loss, weight, more = self._exchange(step, recorder, mark, work.loss(), weight, more)
+        if trains:
+            self.held.reducer.weigh(weight)
         self._check_fingerprints(step)
         output, appended = more or (None, {})
         for name, entries in appended.items():
@@ -175,6 +181,7 @@ class Pipeline:
         args: tuple[Any, ...],
         trains: bool,
         scale: float | Tensor,
+        accumulated: int,
         count: int | None,
     ) -> StepPass:
         batch, rest = args[0], args[1:]
@@ -190,7 +197,9 @@ class Pipeline:
             own_seed = mix(seed, self._mesh.data_rank, index)
             microbatches.append(Microbatch(microbatch, rest, plan, own_seed, log))
         runners = self._runners_of(step)
-        return StepPass(microbatches, cut, trains, scale, runners, self.held, recorder, metrics)
+        return StepPass(
+            microbatches, cut, trains, scale, accumulated, runners, self.held, recorder, metrics
+        )
 
     def _runners_of(self, step: str) -> dict[int, Runner]:
         if step not in self._runners:

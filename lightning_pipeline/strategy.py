@@ -252,13 +252,14 @@ class PipelineStrategy(DDPStrategy):
         if self._parks:
             pipeline.share_buffers()
             self._parking.clear_for_step(parameters, keep_old=sees_old_gradients(module))
-        pipeline.held.reducer.arm(last_pass=not loop._should_accumulate())
+        pipeline.held.reducer.arm(self._parks, last_pass=not loop._should_accumulate())
         with self._failing_together():
             loss, output = pipeline.run(
                 "training_step",
                 args,
                 trains=True,
-                scale=self._gradient_scale() / accumulated,
+                scale=self._gradient_scale(),
+                accumulated=accumulated,
                 count=loop.total_batch_idx,
             )
         if self._parks:

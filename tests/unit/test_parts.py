@@ -66,11 +66,11 @@ def test_merged_outputs():
         {"rows": torch.ones(2, 3), "mean": torch.tensor(1.0), "name": "a", "odd": torch.ones(1)},
         {"rows": torch.zeros(1, 3), "mean": torch.tensor(4.0), "name": "a", "odd": torch.ones(4)},
     ]
-    merged = merge_outputs(outputs, [2, 1])
+    merged = merge_outputs(outputs, [2, 1], [2 / 3, 1 / 3])
     assert merged["rows"].shape == (3, 3) and merged["mean"] == 2 and merged["name"] == "a"
     assert [len(part) for part in merged["odd"]] == [1, 4]
-    assert merge_outputs([None, None], [2, 1]) is None
-    assert merge_outputs([{"a": 1}, {"b": 1}], [1, 1]) == [{"a": 1}, {"b": 1}]
+    assert merge_outputs([None, None], [2, 1], [2 / 3, 1 / 3]) is None
+    assert merge_outputs([{"a": 1}, {"b": 1}], [1, 1], [0.5, 0.5]) == [{"a": 1}, {"b": 1}]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def test_logs_are_weighted_by_rows():
         recorder("sum", value, reduce_fx="sum")
         recorder("max", value, reduce_fx=torch.max)
         recorder("own", value, batch_size=rows * rows)
+        recorder.end(None)
     assert recorder.values(CPU).tolist() == [2.0, 4, 6.0, 4, 5.0, 4, 1.4, 10]
     with pytest.raises(StepError, match="different arguments"):
         recorder("mean", 1.0, prog_bar=True)

@@ -6,7 +6,6 @@ The only module that runs torch.distributed.pipelining. Its private names are th
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lightning_pipeline.boundary import can_split, cross
+from lightning_pipeline.cache import Cache
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.steps import TensorMeta
@@ -244,7 +244,7 @@ class Engine:
         self._mesh, self._schedule, self._device = mesh, schedule, device
         self._num_ranks = len(mesh.pipeline_ranks)
         self._num_stages = self._num_ranks * stages_per_rank
-        self._passes: OrderedDict[Hashable, tuple[list[_Stage], Any]] = OrderedDict()
+        self._passes: Cache[tuple[list[_Stage], Any]] = Cache(_CACHED_PASSES)
         self._work: Work
 
     def run(self, work: Work) -> None:
@@ -254,12 +254,7 @@ class Engine:
         """
         self._work = work
         key = (work.trains, torch.is_inference_mode_enabled(), work.num_microbatches, work.key)
-        if key not in self._passes:
-            self._passes[key] = self._build(work)
-            if len(self._passes) > _CACHED_PASSES:
-                self._passes.popitem(last=False)
-        self._passes.move_to_end(key)
-        stages, schedule = self._passes[key]
+        stages, schedule = self._passes.get(key, lambda: self._build(work))
         for stage in stages:
             stage.body.work = work
         try:
@@ -267,7 +262,7 @@ class Engine:
             targets = torch.arange(work.num_microbatches) if self._mesh.is_last else None
             schedule.step(target=targets, return_outputs=False)
         except BaseException:
-            del self._passes[key]  # it keeps half of a pass
+            self._passes.forget(key)  # it keeps half of a pass
             raise
         finally:
             del self._work  # a cached pass must not keep a batch alive

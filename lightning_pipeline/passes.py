@@ -59,7 +59,7 @@ class StepPass:
 
     @property
     def key(self) -> Hashable:
-        return tuple(id(microbatch.plan) for microbatch in self.microbatches)
+        return tuple(microbatch.plan for microbatch in self.microbatches)
 
     def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Tensors that ``stage`` receives: its carried values, then the fingerprints."""

@@ -18,6 +18,7 @@ from lightning_pipeline.batch import (
     num_rows,
     signature,
 )
+from lightning_pipeline.cache import Cache
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
@@ -35,6 +36,8 @@ from lightning_pipeline.placing import (
 )
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.steps import Microbatch, Runner, StepPlan, mix, stream
+
+_CACHED_PLANS = 128
 
 
 class Pipeline:
@@ -64,7 +67,7 @@ class Pipeline:
         self._engine = Engine(mesh, options.schedule, options.stages_per_rank, device)
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
-        self._plans: dict[Hashable, StepPlan] = {}
+        self._plans: Cache[StepPlan] = Cache(_CACHED_PLANS)
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._trained = False
@@ -247,9 +250,8 @@ class Pipeline:
     def _plan(self, step: str, microbatch: Any, rest: tuple[Any, ...], mode: Hashable) -> StepPlan:
         # Behind the number of the batch stands that of the loader, on which steps may depend.
         key = (step, signature(microbatch), rest[1:], mode)
-        if key not in self._plans:
-            self._plans[key] = self._placed.plan(step, microbatch, rest, self._contexts[step])
-        return self._plans[key]
+        context = self._contexts[step]
+        return self._plans.get(key, lambda: self._placed.plan(step, microbatch, rest, context))
 
 
 def _more(work: StepPass) -> Any:

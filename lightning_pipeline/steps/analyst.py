@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.splitting import (
     Program,
@@ -29,6 +30,7 @@ from lightning_pipeline.splitting.torch_private import (
 
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 Signature = tuple[str, tuple[Any, ...]]
+_CACHED_RECORDINGS = 256
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
@@ -106,7 +108,7 @@ class Analyst:
     ) -> None:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
-        self._memo: dict[Any, tuple[nn.Module, Analysis]] = {}
+        self._memo: Cache[Analysis] = Cache(_CACHED_RECORDINGS)
         self.leaves = {} if leaves is None else leaves
 
     def ambient(self) -> tuple[Any, ...]:
@@ -127,10 +129,9 @@ class Analyst:
         grads = tuple(parameter.requires_grad for parameter in module.parameters())
         arguments, settings = signature_of(args, kwargs), plain_settings(module)
         key = (name, arguments, modes, grads, self.ambient(), checkpointing, settings)
-        if key not in self._memo:
-            found = self._record(name, module, forward, args, kwargs, checkpointing)
-            self._memo[key] = (module, found)
-        return self._memo[key][1]
+        return self._memo.get(
+            key, lambda: self._record(name, module, forward, args, kwargs, checkpointing)
+        )
 
     def _record(
         self,

@@ -59,7 +59,7 @@ class Placement:
         return frozenset.intersection(*held) if held else None
 
 
-@dataclass
+@dataclass(eq=False)  # a plan is itself the key of what is cached for it
 class StepPlan:
     """What each stage does with one signature of microbatch.
 

@@ -205,25 +205,3 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
         size += nbytes
     if bucket:
         yield bucket
-
-
-def global_norm(
-    parameters: Iterable[nn.Parameter], mesh: Mesh, counted_here: dict[int, bool]
-) -> Tensor:
-    """2-norm of the gradients of the whole model, equal on every rank.
-
-    Args:
-        parameters: The optimizer's parameters; those without a gradient are skipped.
-        mesh: The rank's place.
-        counted_here: Whether this rank counts a parameter, by identity; a shared one is counted by
-            one of its holders.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None and counted_here.get(id(p), False)]
-    device = grads[0].device if grads else torch.device("cpu")
-    if dist.get_backend(mesh.pipeline_group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-    square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-    square = square.to(device)
-    dist.all_reduce(square, group=mesh.pipeline_group)
-    return square.sqrt()

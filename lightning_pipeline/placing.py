@@ -81,6 +81,13 @@ class Held:
     counted_here: dict[int, bool]
     reducer: GradientReducer
 
+    def gradients(self) -> dict[int, bool]:
+        """Identity of every gradient on this rank, and whether it is counted here."""
+        lists = self.parameters.values()
+        return {
+            id(p.grad): self.counted_here[id(p)] for ps in lists for p in ps if p.grad is not None
+        }
+
 
 @dataclass
 class Candidate:

@@ -29,11 +29,12 @@ from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
 from lightning_pipeline.errors import PipelineError
-from lightning_pipeline.gradients import Parking, global_norm
+from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import seeds_workers, sees_old_gradients
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
+from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.placing import Context, Options
+from lightning_pipeline.placing import Context, Held, Options
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.refusals import (
     check_module,
@@ -117,6 +118,7 @@ class PipelineStrategy(DDPStrategy):
         self._pipeline: Pipeline | None = None
         self._parking = Parking()
         self._parks = False
+        self._norm: WholeNorm | None = None
         self._failed = False
         self.plan: Plan | None = None
 
@@ -187,7 +189,7 @@ class PipelineStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            self._share_clipping()
+            self._norm = WholeNorm(self.mesh, self._what_is_held, self.root_device)
 
     def _make_pipeline(self, module: pl.LightningModule) -> Pipeline:
         plugin = self.precision_plugin
@@ -216,9 +218,6 @@ class PipelineStrategy(DDPStrategy):
         set_random_state(box[0])
         if self.root_device.type == "cuda":
             torch.cuda.manual_seed(torch.initial_seed())
-
-    def _share_clipping(self) -> None:
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -282,11 +281,9 @@ class PipelineStrategy(DDPStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self._pipeline is not None
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        norm = global_norm(parameters, self.mesh, self._pipeline.held.counted_here)
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+    def _what_is_held(self) -> Held | None:
+        placed = self._pipeline is not None and self._pipeline.is_placed
+        return self._pipeline.held if placed else None  # type: ignore[union-attr]
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -401,7 +398,9 @@ class PipelineStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._norm is not None:
+            self._norm.remove()
+            self._norm = None
         if self._failed:
             # Other ranks may wait for this one for ever, and a rank inside a collective does not
             # react to SIGTERM: no collective from here on, and no child is left behind.

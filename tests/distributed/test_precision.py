@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 
 from tests.distributed.fits import Script, distance
+from tests.distributed.ranks import RankFailed
 from tests.distributed.test_exactness import TOLERANCE, vectors
 from tests.models.modules import LanguageModel, Perceptron, WeightedLoss
 
@@ -59,6 +60,45 @@ def test_clipping_sees_the_whole_gradient(model, schedule, ranks, replicas, algo
     assert distance(unclipped.plain(replicas), expected) > 1e-4
     for run in script.pipelined(ranks, replicas, schedule=schedule):
         assert distance(run, expected) <= TOLERANCE
+
+
+class ClipsByHand(Perceptron):
+    order = 2.0
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.02, self.order)
+        self.log("norm", norm)
+        part = torch.nn.utils.clip_grad_norm_(self.net[0].parameters(), 0.01, self.order)
+        self.log("part", part)
+
+
+class ClipsByMaximum(ClipsByHand):
+    order = float("inf")
+
+
+class ClipsInHook(Perceptron):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, 0.02, "norm")
+
+
+@pytest.mark.parametrize("model", [ClipsByHand, ClipsByMaximum, ClipsInHook])
+@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 2), ("ZBVZeroBubble", 2), ("GPipe", 4)])
+def test_clipping_by_hand_sees_the_whole_gradient(model, schedule, ranks):
+    script = Script(model, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    expected = script.plain()
+    for run in script.pipelined(ranks, schedule=schedule):
+        assert distance(run, expected) <= TOLERANCE
+        assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)
+
+
+def test_norms_that_are_not_finite():
+    class Infinite(Overflows):
+        def configure_gradient_clipping(self, optimizer, **_):
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0, error_if_nonfinite=True)
+
+    script = Script(Infinite, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    with pytest.raises(RankFailed, match=r"total norm of order 2.0 of the gradients of all stages"):
+        script.pipelined(2, deadline=30)
 
 
 def test_tied_weights_count_once_and_stay_equal():

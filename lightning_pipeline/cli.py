@@ -28,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipeline.layout import Layout, resolve_layout
+from lightning_pipeline.schedules import get_schedule
 
 CONF = "pkg://lightning_pipeline.conf"
 JOB_FILE = "job.yaml"
@@ -78,11 +79,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # for Hydra, and there is nothing left to override.
         run(command, _load(Path(overrides[1])))
         return 0
+    try:
+        overrides = [_in_snake_case(word) for word in overrides]
+    except ValueError as error:
+        refuse(error)
     # Hydra's parser takes no override after a flag that stands among them.
     overrides.sort(key=lambda word: word not in ("-m", "--multirun"))
     with _arguments(overrides):
         _hydra_main(command)
     return 0
+
+
+def _in_snake_case(word: str) -> str:
+    """`schedule=Interleaved1F1B,gpipe` with the names of the configuration's files."""
+    key, equals, value = word.partition("=")
+    if key != "schedule" or not equals:
+        return word
+    return f"schedule={','.join(get_schedule(name).snake for name in value.split(','))}"
 
 
 def _hydra_main(command: str) -> None:
@@ -232,12 +245,13 @@ def _test(trainer: L.Trainer, model: Any, data: Any, cfg: DictConfig) -> None:
 
 def _predict(trainer: L.Trainer, model: Any, data: Any, cfg: DictConfig) -> None:
     batches = trainer.predict(model, data, ckpt_path=cfg.checkpoint) or []
-    # Under a pipeline only the ranks with the last stage have predictions, elsewhere they are None.
-    kept = [batch for batch in batches if batch is not None]
-    if kept:
-        path = Path(cfg.output_dir) / f"predictions_{trainer.global_rank}.pt"
-        torch.save(kept, path)
-        print(f"predictions: {os.path.relpath(path)}")
+    mesh = getattr(trainer.strategy, "mesh", None)
+    if mesh is not None and not mesh.is_last:
+        return  # all ranks of a pipeline have the same predictions
+    part = trainer.global_rank if mesh is None else mesh.data_rank
+    path = Path(cfg.output_dir) / f"predictions_{part}.pt"
+    torch.save(batches, path)
+    print(f"predictions: {os.path.relpath(path)}")
 
 
 COMMANDS: dict[str, Callable[[L.Trainer, Any, Any, DictConfig], None]] = {

@@ -17,7 +17,12 @@ class SplitError(PipelineError):
         reason: What stands in the way.
         cure: What to change, with a value or a line that works.
         location: File and line number of the user's code at fault.
+
+    Attributes:
+        depends_on_values: Whether the code at fault reads the values of tensors.
     """
+
+    depends_on_values: bool = False
 
     def __init__(
         self,

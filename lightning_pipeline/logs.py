@@ -228,6 +228,8 @@ class LogExchange:
             arguments = dict(given)
             if arguments.pop("batch_size"):
                 arguments["batch_size"] = int(values[2 * index + 1])
+            if self._mesh.sizes.data == 1:
+                arguments["sync_dist"] = True  # equal on all ranks: Lightning need not warn
             value: Any = values[2 * index].to(dtype)
             if metric is not None:
                 logged = self._module.get_submodule(metric)

@@ -13,6 +13,7 @@ stages exchange activations only. Sizes are checked apart from groups, before an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -62,6 +63,15 @@ def resolve_sizes(
         if value != "auto":
             require_count(name, value)
             asked[name] = value
+    if len(asked) == 2 and math.prod(asked.values()) != world_size:
+        pipeline, data = asked.values()
+        quotient, rest = divmod(world_size, pipeline)
+        fits = "" if rest else f"data_parallel_size={quotient} or "
+        raise ValueError(
+            "pipeline_parallel_size x data_parallel_size must be the number of processes, got "
+            f"{pipeline} x {data} = {pipeline * data} for {world_size}. The processes come from "
+            f"devices x num_nodes = {world_size}. Set {fits}devices={pipeline * data} on one node."
+        )
     for name, value in asked.items():
         if world_size % value:
             raise ValueError(
@@ -73,15 +83,7 @@ def resolve_sizes(
         data = world_size // asked.get("pipeline_parallel_size", world_size)
         data = asked.get("data_parallel_size", data)
         return MeshSizes(world_size // data, data)
-    sizes = MeshSizes(asked["pipeline_parallel_size"], asked["data_parallel_size"])
-    if sizes.pipeline * sizes.data != world_size:
-        raise ValueError(
-            "pipeline_parallel_size x data_parallel_size must be the number of processes, got "
-            f"{sizes.pipeline} x {sizes.data} = {sizes.pipeline * sizes.data} for {world_size}. "
-            f"The processes come from devices x num_nodes = {world_size}. Set "
-            f'data_parallel_size={world_size // sizes.pipeline} or data_parallel_size="auto".'
-        )
-    return sizes
+    return MeshSizes(asked["pipeline_parallel_size"], asked["data_parallel_size"])
 
 
 def _nearest_divisors(number: int, value: int) -> str:

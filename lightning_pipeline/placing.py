@@ -194,6 +194,7 @@ class PlacedModule:
                     context=candidate.context,
                     device=host,
                     seed=self._seed,
+                    made_up=False,
                     only=self._options.module,
                 )
         finally:
@@ -212,6 +213,7 @@ class PlacedModule:
             context=context,
             device=self._device,
             seed=self._seed,
+            made_up=self._mesh.sizes.pipeline > 1,
             only=self._options.module,
         )
         return plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE)

@@ -42,7 +42,7 @@ from lightning_pipeline.refusals import (
     check_optimizers,
     check_parameters,
 )
-from lightning_pipeline.schedules import SCHEDULES, get_schedule
+from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import random_state, set_random_state
 
@@ -112,6 +112,8 @@ class PipelineStrategy(DDPStrategy):
                 "save_distributed_checkpoint must be False, got True: checkpoints are one plain "
                 "Lightning file, gathered on global rank 0. Remove the argument."
             )
+        if num_microbatches != "auto":
+            require_count("num_microbatches", num_microbatches)
         if isinstance(pipeline_parallel_size, int):
             chosen.check(pipeline_parallel_size, stages_per_rank, num_microbatches)
         self._mesh: Mesh | None = None
@@ -324,6 +326,8 @@ class PipelineStrategy(DDPStrategy):
         return module, pipeline
 
     def _show(self, plan: Plan) -> None:
+        if plan == self.plan:
+            return
         self.plan = plan
         if self.is_global_zero:
             rich.print(plan)

@@ -111,4 +111,6 @@ class Profiler:
             reason = f"its forward depends on the values of tensors ({error})"
         else:
             reason = f"it raised {type(error).__name__}: {error}"
-        return SplitError("", reason, cure, error_location(error))
+        refused = SplitError("", reason, cure, error_location(error))
+        refused.depends_on_values = isinstance(error, VALUE_DEPENDENT)
+        return refused

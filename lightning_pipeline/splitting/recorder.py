@@ -381,9 +381,11 @@ class Recorder(TorchFunctionMode):
         return any(name == leaf or name.startswith(f"{leaf}.") for leaf in self.called_leaves)
 
     def _value_dependent(self, error: Exception, name: str | None = None) -> SplitError:
-        return self.tape.fail(
+        refused = self.tape.fail(
             f"its forward depends on the values of tensors ({error})",
             MOVE_CODE,
             error_location(error) if name is not None else None,
             name,
         )
+        refused.depends_on_values = True
+        return refused

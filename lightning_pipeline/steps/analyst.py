@@ -27,6 +27,7 @@ from lightning_pipeline.splitting.torch_private import (
     saved_tensor_hooks,
     without_saved_tensor_hooks,
 )
+from lightning_pipeline.steps.pending import TensorMeta
 
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 Signature = tuple[str, tuple[Any, ...]]
@@ -56,6 +57,7 @@ class Analysis:
         reads: Parameters and buffers of each piece, by their names in the LightningModule.
         writes: Buffers that it writes.
         reason: Why it cannot be recorded.
+        seen: Structure and leaves of the output, a tensor as its TensorMeta, if it has been run.
     """
 
     program: Program | None
@@ -64,9 +66,25 @@ class Analysis:
     reads: list[frozenset[str]]
     writes: frozenset[str]
     reason: SplitError | None = None
+    seen: tuple[Any, list[Any]] | None = None
+
+    def see(self, out: Any) -> Any:
+        """Notes what the call gives, which it returns."""
+        leaves, spec = pytree.tree_flatten(out)
+        self.seen = spec, [TensorMeta.of(x) if isinstance(x, Tensor) else x for x in leaves]
+        return out
 
     def made_up_output(self, name: str, device: torch.device) -> Any:
         """Values of the output's shapes, for a rank that does not hold the weights."""
+        if self.seen is not None:
+            spec, outputs = self.seen
+            ones = [
+                out.fill(1, device).requires_grad_(out.requires_grad)
+                if isinstance(out, TensorMeta)
+                else out
+                for out in outputs
+            ]
+            return pytree.tree_unflatten(ones, spec)
         if self.program is None:
             assert self.reason is not None
             raise SplitError(
@@ -168,7 +186,8 @@ class Analyst:
             if not name:
                 raise
             warnings.warn(f"{name} stays in one piece. {error}", stacklevel=2)
-            return self._whole(name, module, None, self._weight_cost(module), error)
+            whole = self._record_as_one(module, args, kwargs)
+            return self._whole(name, module, whole, self._weight_cost(module), error)
         self.leaves[name] = program.leaves
         # An object among the arguments may change unseen, and the recomputation of a checkpoint
         # around the call needs all of it.
@@ -184,6 +203,24 @@ class Analyst:
             [self._names(name, piece) for piece in program.reads],
             self._names(name, frozenset().union(*program.writes)),
         )
+
+    def _record_as_one(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program | None:
+        """A recording that does not look into ``module``, for what its output is like."""
+        try:
+            leaves = frozenset({"inner"})
+            with without_saved_tensor_hooks():
+                return record(
+                    _Holder(module),
+                    args,
+                    kwargs,
+                    num_stages=1,
+                    leaves=leaves,
+                    device=self._device,
+                )
+        except SplitError:
+            return None
 
     def _whole(
         self,
@@ -206,6 +243,17 @@ class Analyst:
     def _weight_cost(module: nn.Module) -> float:
         """A guess for a module that cannot be recorded: reading its weights once."""
         return sum(tensor.numel() * 8e-10 for *_, tensor in state_items(module))
+
+
+class _Holder(nn.Module):
+    """Calls one module, which a recording of the holder need not look into."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
 
 
 @contextmanager

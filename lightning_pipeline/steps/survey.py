@@ -72,9 +72,10 @@ class _Surveyor:
         analyst: Analyst,
         ambient: tuple[Any, ...],
         device: torch.device,
+        made_up: bool,
     ) -> None:
         self.module, self.analyst, self.device = module, analyst, device
-        self._ambient = ambient
+        self.made_up, self._ambient = made_up, ambient
         self.calls: list[Call] = []
         self.versions: list[list[tuple[Tensor, int]]] = []
         self.arguments: list[list[Tensor]] = []
@@ -87,8 +88,8 @@ class _Surveyor:
         """Made-up values for weights that are elsewhere: ones, parameters without memory."""
         made: dict[int, Tensor] = {}
         entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        for _, owner, key, _, tensor in state_items(self.module):
-            if is_elsewhere(tensor):
+        for _, owner, key, _, tensor in state_items(self.module) if self.made_up else ():
+            if is_elsewhere(tensor) or isinstance(tensor, nn.Parameter):
                 if id(tensor) not in made:
                     one = torch.ones((), dtype=tensor.dtype, device=self.device)
                     ones = one.expand(tuple(tensor.shape))
@@ -135,7 +136,7 @@ class _Surveyor:
         try:
             found = self.analyst.analyse(name, module, forward, args, kwargs)
         except SplitError as error:
-            if name:
+            if name or error.depends_on_values:
                 raise
             raise _LookThrough from error
         call = Call(
@@ -149,10 +150,10 @@ class _Surveyor:
             self.analyst.ambient() != self._ambient,
             found.reason,
         )
-        if any(is_elsewhere(tensor) for *_, tensor in state_items(module)):
+        if self.made_up:
             out = found.made_up_output(name, self.device)
         else:
-            out = forward(*args, **kwargs)
+            out = found.see(forward(*args, **kwargs))
         if any(tensor._version != version for tensor, version in given):
             raise StepError(
                 f"Call {len(self.calls) + 1} of the step, {call.label}, writes in place to its "
@@ -205,6 +206,7 @@ def survey(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     seed: int,
+    made_up: bool,
     only: str | None = None,
 ) -> Survey:
     """Runs ``module.<step>(batch, *rest)`` once to see its calls; nothing of it stays.
@@ -218,16 +220,19 @@ def survey(
         context: The precision plugin's context of this step.
         device: The rank's device.
         seed: Seed of the random numbers drawn meanwhile.
+        made_up: Answer calls by made-up values instead of running them. Ranks that do not hold
+            the same weights then see the same, whatever the step decides by them.
         only: Dotted name of the single module to cut, ``None`` for all that hold weights.
 
     Raises:
         StepError: If the step does something that stages cannot follow.
         SplitError: If a called module cannot be recorded although its weights are elsewhere.
     """
+    arguments = (module, step, batch, rest, analyst, context, device, seed, made_up, only)
     try:
-        return _survey(module, step, batch, rest, analyst, context, False, device, seed, only)
+        return _survey(*arguments, opaque_forward=False)
     except _LookThrough:
-        return _survey(module, step, batch, rest, analyst, context, True, device, seed, only)
+        return _survey(*arguments, opaque_forward=True)
 
 
 class _LookThrough(BaseException):
@@ -241,16 +246,18 @@ def _survey(
     rest: tuple[Any, ...],
     analyst: Analyst,
     context: Callable[[], AbstractContextManager[Any]],
-    opaque_forward: bool,
     device: torch.device,
     seed: int,
+    made_up: bool,
     only: str | None,
+    *,
+    opaque_forward: bool,
 ) -> Survey:
     batch = copied(batch)
     batch_versions = [(t, t._version) for t in leaves(batch) if isinstance(t, Tensor)]
     error: Exception | None = None
     with untouched(module), stream(seed, device), context():
-        run = _Surveyor(module, analyst, analyst.ambient(), device)
+        run = _Surveyor(module, analyst, analyst.ambient(), device, made_up)
         run.taint = Taint(module, lambda: len(run.calls))
         cut_at = targets(module, opaque_forward, only)
         wrapped = [(m, "forward", run.wrap(n, m)) for n, m in cut_at]

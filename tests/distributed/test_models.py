@@ -17,6 +17,7 @@ MODELS = {
     "one linear": modules.OneLinear,
     "loss with a buffer, unused parameter": modules.WeightedLoss,
     "forward that logs": modules.LogsInForward,
+    "loss that reads values": modules.ValueDependentLoss,
     "head of the training alone": modules.TrainingOnlyHead,
 }
 

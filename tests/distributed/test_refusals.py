@@ -56,6 +56,16 @@ class ValueDependent(Perceptron):
         self.net = DependsOnValues()
 
 
+class ValueDependentForward(Perceptron):
+    def forward(self, x):
+        for layer in self.net:
+            x = layer(x) if x.mean() > -1e9 else x
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self(batch[0]), batch[1])
+
+
 class NoCall(Perceptron):
     def training_step(self, batch, batch_idx):
         return self.scale * batch[0].mean()
@@ -139,6 +149,7 @@ REFUSED = {
     "two optimizers": (TwoOptimizers, "optimizer"),
     "LBFGS": (UsesLBFGS, "cannot run LBFGS.*AdamW"),
     "value dependent": (ValueDependent, r"if x.sum\(\) > 0.*depends on"),
+    "value dependent own forward": (ValueDependentForward, r"if x.mean\(\) > -1e9.*depends on"),
     "no call": (NoCall, "calls no module that holds parameters.*self.model"),
     "returns nothing": (ReturnsNothing, "must return a loss.*multiplied by 0"),
     "detached loss": (Detached, "does not depend on any parameter"),
@@ -151,6 +162,7 @@ REFUSED = {
     "foreign weight": (UsesForeignWeight, "'net.*' *, *which is on stage"),
 }
 EVERYWHERE = {
+    "value dependent own forward",
     "manual optimization", "own backward", "two optimizers", "LBFGS", "value dependent", "no call",
     "no tensors", "writes weights", "counts in a buffer", "binds a buffer anew", "foreign weight",
 }  # fmt: skip

@@ -292,3 +292,25 @@ class TrainingOnlyHead(Perceptron):
         loss = F.mse_loss(self.scale * out, y) + self.gain * self.auxiliary(out).square().mean()
         self.log("train_loss", loss)
         return loss
+
+
+class ValueDependentLoss(Perceptron):
+    """A loss module with a buffer that reads values, so that it cannot be recorded."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            if (y > 1e9).any():
+                raise ValueError("the target is out of range")
+            return (self.weight * (out - y).square()).mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = self.Loss()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss(self.net(x), y)

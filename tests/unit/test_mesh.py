@@ -50,9 +50,10 @@ def test_sizes(world: int, pipeline: int, data: int, expected: tuple[int, int]) 
             [
                 "pipeline_parallel_size x data_parallel_size must be the number of processes",
                 "got 2 x 2 = 4 for 8",
-                'Set data_parallel_size=4 or data_parallel_size="auto"',
+                "Set data_parallel_size=4 or devices=4",
             ],
         ),
+        (3, 2, 2, ["got 2 x 2 = 4 for 3", "Set devices=4 on one node"]),
         (8, 0, "auto", ["pipeline_parallel_size must be an integer of at least 1, got 0"]),
         (8, "auto", "all", ["data_parallel_size must be an integer of at least 1, got 'all'"]),
         (8, 2.0, "auto", ["got 2.0"]),

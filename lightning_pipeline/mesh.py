@@ -189,6 +189,14 @@ class Mesh:
         assert pipeline is not None and data is not None
         self.pipeline_group, self.data_group = pipeline, data
 
+    def leave(self) -> None:
+        """Ends all groups; without it the threads of gloo may abort a process that exits."""
+        self._groups.clear()
+        self.__dict__.pop("pipeline_group", None)
+        self.__dict__.pop("data_group", None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def build_holder_groups(
         self, sets: Sequence[frozenset[int]], timeout: timedelta | None = None
     ) -> list[dist.ProcessGroup | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import traceback
@@ -147,6 +148,7 @@ class PipelineStrategy(DDPStrategy):
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
             mesh.build_groups(self._timeout)
             self._mesh = mesh
+            atexit.register(mesh.leave)  # Lightning does so for NCCL alone
 
     @property
     def mesh(self) -> Mesh:
@@ -173,6 +175,7 @@ class PipelineStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._failed = False
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module_name(module, self._options.module)
@@ -208,7 +211,7 @@ class PipelineStrategy(DDPStrategy):
     def _share_state(self, module: pl.LightningModule) -> None:
         """Starts every rank with the weights of global rank 0, which stay where they are."""
         for tensor in {id(t): t for *_, t in state_items(module)}.values():
-            value = tensor.data.to(self.root_device)
+            value = tensor.data.to(self.root_device).contiguous()
             dist.broadcast(value, 0)
             tensor.data.copy_(value)
 

@@ -94,7 +94,14 @@ class Plan:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self.summary, title_justify="left", title_style="bold")
+        table = Table(
+            title=self.summary,
+            title_justify="left",
+            title_style="bold",
+            caption="cost: share of the computation; in flight: microbatches that a stage keeps "
+            "activations of; the last stage is on rank 0",
+            caption_justify="left",
+        )
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in _LEFT else "right")
         for row in self._rows():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import signal
 import sys
 import traceback
@@ -47,6 +48,7 @@ from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import random_state, set_random_state
 
+_LOST_PEER = re.compile("connection (closed|reset) by peer", re.IGNORECASE)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -313,8 +315,13 @@ class PipelineStrategy(DDPStrategy):
         """Notes a failure before callbacks hear of it: none may wait for other ranks any more."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
+                raise PipelineError(
+                    f"Rank {self.global_rank} lost its connection to another rank, which has "
+                    "failed or was ended. That rank's own error is in its output."
+                ) from error
             raise
 
     def _placed(self, step: str, args: tuple[Any, ...]) -> tuple[pl.LightningModule, Pipeline]:

@@ -369,6 +369,7 @@ def test_a_killed_rank_ends_the_others():
         script.pipelined(2, deadline=25)
     codes = str(caught.value).splitlines()[0]
     assert codes.endswith("exit codes by rank: [1, -9]")
+    assert "Rank 0 lost its connection to another rank" in str(caught.value)
 
 
 def test_batches_in_a_dataclass_or_dict():

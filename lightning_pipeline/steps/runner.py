@@ -168,7 +168,8 @@ class Runner:
             for name, child in plan.targets
         ]
         if not is_last or microbatch.log is None:
-            self._silenced = self._silenced or silenced(module)
+            # A filler on the last stage runs to its end, where a step may read its metrics.
+            self._silenced = self._silenced or silenced(module, readable=is_last)
             changes += self._silenced
         else:
             changes.append((module, "log", microbatch.log))

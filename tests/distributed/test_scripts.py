@@ -163,6 +163,15 @@ def test_script_equals_one_device(case, schedule):
         assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)
 
 
+def test_fillers_may_read_metrics():
+    """One row is one microbatch; the schedule adds three that count nothing."""
+    script = Script(ReadsMetric, lambda: vectors(3), batch_size=1, trainer={"limit_val_batches": 0})
+    expected = script.plain()
+    for run in script.pipelined(2, schedule="DualPipeV"):
+        assert distance(run, expected) <= TOLERANCE
+        assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)
+
+
 class Loads(Script):
     """A script with data loaders of its own."""
 

@@ -97,7 +97,7 @@ def _one_thread() -> Iterator[None]:
     [
         (ResNet, DigitsDataModule(), 5, 0.97),
         (partial(ViT, depth=2), DigitsDataModule(), 8, 0.9),
-        (partial(GPT, width=64, depth=2), TextDataModule(8, num_characters=40_000), 4, 0.2),
+        (partial(GPT, width=64, depth=2), TextDataModule(8, num_characters=40_000), 6, 0.2),
     ],
 )
 def test_models_learn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -110,9 +111,14 @@ def test_command_line_sweep_and_its_checkpoints(tmp_path):
     accuracies = [float(word) for word in re.findall(r"final validation accuracy: (\S+)", out)]
     assert len(accuracies) == 2
     assert out.count("InterleavedZeroBubble: 4 stages on 2 ranks") == 1
-    checkpoints = sorted(tmp_path.glob("outputs/*/*/*/checkpoints/last.ckpt"))
-    for checkpoint, accuracy in zip(checkpoints, accuracies, strict=True):
-        assert run_ranks(1, validated_alone, checkpoint)[0] == pytest.approx(accuracy, abs=5e-5)
+    jobs = sorted(tmp_path.glob("outputs/*/*/*/job.yaml"))
+    for job, printed in zip(jobs, accuracies, strict=True):
+        [table] = job.parent.rglob("metrics.csv")
+        with table.open() as lines:
+            [logged] = [float(row["val_acc"]) for row in csv.DictReader(lines) if row["val_acc"]]
+        assert logged == pytest.approx(printed, abs=5e-5)
+        [alone] = run_ranks(1, validated_alone, job.parent / "checkpoints" / "last.ckpt")
+        assert alone == pytest.approx(logged, abs=1e-6)
 
 
 def test_command_line_refuses_what_does_not_fit(tmp_path):

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -30,9 +27,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
+from lightning_pipeline.axes import AxesStrategy
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.gradients import Parking
-from lightning_pipeline.hooks import seeds_workers, sees_old_gradients
+from lightning_pipeline.hooks import sees_old_gradients
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.pipeline import Pipeline
@@ -52,7 +50,7 @@ _LOST_PEER = re.compile("connection (closed|reset) by peer", re.IGNORECASE)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class PipelineStrategy(DDPStrategy):
+class PipelineStrategy(AxesStrategy):
     """Trains an unmodified LightningModule over devices that each hold a part of it.
 
     Example:
@@ -119,7 +117,6 @@ class PipelineStrategy(DDPStrategy):
             require_count("num_microbatches", num_microbatches)
         if isinstance(pipeline_parallel_size, int):
             chosen.check(pipeline_parallel_size, stages_per_rank, num_microbatches)
-        self._mesh: Mesh | None = None
         self._pipeline: Pipeline | None = None
         self._parking = Parking()
         self._parks = False
@@ -151,25 +148,6 @@ class PipelineStrategy(DDPStrategy):
             mesh.build_groups(self._timeout)
             self._mesh = mesh
             atexit.register(mesh.leave)  # Lightning does so for NCCL alone
-
-    @property
-    def mesh(self) -> Mesh:
-        """Where this rank stands; known once the processes are connected."""
-        assert self._mesh is not None, "the processes are not connected yet"
-        return self._mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.sizes.data, "rank": self.mesh.data_rank}
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        # Lightning seeds workers from the global rank right after this; ranks of one pipeline must
-        # draw the same augmentation. Without a seed they agree through the main process' generator.
-        if seeds_workers() and getattr(dataloader, "worker_init_fn", 0) is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.data_rank)
-        return dataloader
 
     # setup
 
@@ -350,25 +328,6 @@ class PipelineStrategy(DDPStrategy):
             for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
                 del optimizer.state[parameter]
         _optimizers_to_device(self.optimizers, self.root_device)
-
-    # collectives: values are reduced over replicas, decisions are taken by all ranks
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(tensor, self._over_replicas(group), reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, self._over_replicas(group), sync_grads)
-
-    def _over_replicas(self, group: Any) -> Any:
-        return self.mesh.data_group if group in (None, dist.group.WORLD) else group
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        vote = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(vote)
 
     # checkpoints
 

@@ -72,7 +72,7 @@ class StepPlan:
         writes_batch: Whether the step writes to its batch.
         grown: Names of the LightningModule's lists that the step appends to.
         targets: The modules whose calls are cut, with their names.
-        stage_cost: Seconds of forward of each stage.
+        stage_cost: Seconds of each stage, forward and backward.
         stage_names: Module names of each stage's pieces.
         survey_error: What the survey's run raised behind the last call.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied, leaves
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
-from lightning_pipeline.splitting import canonical_names, is_elsewhere, state_items
+from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, signature_of
@@ -85,24 +85,22 @@ class _Surveyor:
         self.taint: Taint | None = None
 
     def _make_stand_ins(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-        """Made-up values for weights that are elsewhere: ones, parameters without memory."""
+        """Ones for all parameters (without memory) and buffers, whether they are here or not."""
         made: dict[int, Tensor] = {}
         entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for _, owner, key, _, tensor in state_items(self.module) if self.made_up else ():
-            if is_elsewhere(tensor) or isinstance(tensor, nn.Parameter):
-                if id(tensor) not in made:
-                    one = torch.ones((), dtype=tensor.dtype, device=self.device)
-                    ones = one.expand(tuple(tensor.shape))
-                    if not isinstance(tensor, nn.Parameter):
-                        ones = ones.clone()  # buffers are small, and the step may write to them
-                    made[id(tensor)] = ones.requires_grad_(tensor.requires_grad)
-                ones = made[id(tensor)]
-                entries.append((owner, key, tensor, ones))
+            if id(tensor) not in made:
+                one = torch.ones((), dtype=tensor.dtype, device=self.device)
+                ones = one.expand(tuple(tensor.shape))
+                if not isinstance(tensor, nn.Parameter):
+                    ones = ones.clone()  # small, and the step may write to it
+                made[id(tensor)] = ones.requires_grad_(tensor.requires_grad)
+            entries.append((owner, key, tensor, made[id(tensor)]))
         return entries
 
     def show_stand_ins(self, shown: bool) -> None:
-        for owner, key, placeholder, ones in self._stand_ins:
-            owner[key] = ones if shown else placeholder
+        for owner, key, own, ones in self._stand_ins:
+            owner[key] = ones if shown else own
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_pipeline.hooks import seeds_workers
-from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.mesh import Mesh, Scope
 
 
 class AxesStrategy(DDPStrategy):
@@ -42,21 +44,80 @@ class AxesStrategy(DDPStrategy):
         # draw the same augmentation. Without a seed they agree through the main process' generator.
         if seeds_workers() and getattr(dataloader, "worker_init_fn", 0) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.data_rank)
+        for holder in (dataloader, getattr(dataloader, "batch_sampler", None)):
+            sampler = getattr(holder, "sampler", None)
+            if type(sampler) is DistributedSampler:
+                self._deal_to_replicas(sampler)
         return dataloader
+
+    def _deal_to_replicas(self, sampler: DistributedSampler[Any]) -> None:
+        """A sampler of the user's that deals to all ranks, its default, deals to replicas."""
+        if sampler.num_replicas != self.world_size or self.mesh.sizes.pipeline == 1:
+            return
+        epoch = sampler.epoch
+        DistributedSampler.__init__(
+            sampler,
+            sampler.dataset,
+            **self.distributed_sampler_kwargs,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+            drop_last=sampler.drop_last,
+        )
+        sampler.set_epoch(epoch)
+
+    # Inside a step the ranks of one pipeline are at different lines: only replicas can meet, and
+    # while a step is observed nobody can.
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor) and self._is_alone(group):
+            copies = self.mesh.sizes.data
+            return tensor * (copies if _is_sum(reduce_op) else 1)
         return super().reduce(tensor, self._over_replicas(group), reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._is_world(group) and self.mesh.sizes.data == 1:
+            return tensor  # as on one device
+        if self._is_alone(group):
+            return torch.stack([tensor if sync_grads else tensor.detach()] * self.mesh.sizes.data)
         return super().all_gather(tensor, self._over_replicas(group), sync_grads)
 
-    def _over_replicas(self, group: Any) -> Any:
-        return self.mesh.data_group if group in (None, dist.group.WORLD) else group
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._mesh is None or self.mesh.scope is Scope.ALL:
+            super().barrier(*args, **kwargs)
+        elif self.mesh.scope is Scope.REPLICAS:
+            dist.barrier(self.mesh.data_group)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if self._mesh is None or self.mesh.scope is Scope.ALL:
+            return super().broadcast(obj, src)
+        if self.mesh.scope is Scope.ALONE:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, self.mesh.data_ranks[src], self.mesh.data_group)
+        return box[0]
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self.mesh.scope is Scope.ALONE:
+            return decision
+        group = dist.group.WORLD if self.mesh.scope is Scope.ALL else self.mesh.data_group
         vote = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group)
         return bool(vote)
+
+    def _is_world(self, group: Any) -> bool:
+        return group in (None, dist.group.WORLD)
+
+    def _is_alone(self, group: Any) -> bool:
+        return self._is_world(group) and self.mesh.scope is Scope.ALONE
+
+    def _over_replicas(self, group: Any) -> Any:
+        return self.mesh.data_group if self._is_world(group) else group
+
+
+def _is_sum(reduce_op: Any) -> bool:
+    return reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"

@@ -6,12 +6,14 @@ import copy
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import pytree
@@ -49,8 +51,11 @@ def even_cut(rows: int, real: int, total: int) -> Cut:
     return Cut(tuple(base + (index < rest) for index in range(real)), total)
 
 
-def _parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Children of a container and what makes a container of them; ``None`` for a leaf."""
+    if _is_tensor_collection(value):
+        names = list(value.keys())
+        return [value.get(name) for name in names], lambda new: _with_entries(value, names, new)
     children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
     if len(children) != 1 or children[0] is not value:
         return children, lambda new: pytree.tree_unflatten(new, spec)
@@ -73,9 +78,26 @@ def _with_values(mapping: MutableMapping[Any, Any], values: list[Any]) -> Any:
     return new
 
 
+def _is_tensor_collection(value: Any) -> bool:
+    """Whether ``value`` is a TensorDict or a tensorclass, known without importing tensordict."""
+    return hasattr(type(value), "batch_size") and isinstance(value.batch_size, torch.Size)
+
+
+def _with_entries(collection: Any, names: list[str], values: list[Any]) -> Any:
+    """A TensorDict or tensorclass with other values, which may have another number of rows."""
+    new, shape = collection.clone(recurse=False), collection.batch_size
+    counted = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim]
+    new.batch_size = []
+    for name, value in zip(names, values, strict=True):
+        plain = _is_tensor_collection(value) and not value.keys()  # a text, with rows of its own
+        new.set(name, value.data if plain else value)
+    new.batch_size = [*(counted[:1] or shape[:1]), *shape[1:]] if shape else []
+    return new
+
+
 def leaves(batch: Any) -> Iterator[Any]:
     """Everything in ``batch`` that is no container, depth first."""
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is None:
         yield batch
     else:
@@ -85,9 +107,11 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 def copied(batch: Any) -> Any:
     """``batch`` with every tensor cloned, so that a step may write to it."""
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is not None:
         return parts[1]([copied(child) for child in parts[0]])
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
     return batch.detach().clone() if isinstance(batch, Tensor) else batch
 
 
@@ -101,20 +125,21 @@ def _is_list_of_samples(value: Any, top: bool) -> bool:
         return False
     if all(isinstance(item, Mapping) for item in value):
         return True
-    shapes = {tuple(item.shape) for item in value if isinstance(item, Tensor)}
-    return len(shapes) > 1 and all(isinstance(item, Tensor) for item in value)
+    if not all(isinstance(item, (Tensor, np.ndarray)) for item in value):
+        return False
+    return len({tuple(item.shape) for item in value}) > 1
 
 
 def _votes(value: Any, top: bool = True) -> Iterator[tuple[str, int]]:
     """Kind and size of everything that may count the samples."""
     if _is_list_of_samples(value, top):
         yield "samples", len(value)
-    elif isinstance(value, Tensor):
+    elif isinstance(value, (Tensor, np.ndarray)):
         if value.ndim and value.shape[0]:
-            yield "tensors", int(value.shape[0])
+            yield "tensors" if isinstance(value, Tensor) else "arrays", int(value.shape[0])
     elif type(value) in (list, tuple) and value and not any(map(_holds_tensors, value)):
         yield "values", len(value)
-    elif (parts := _parts(value)) is not None:
+    elif (parts := parts_of(value)) is not None:
         for child in parts[0]:
             yield from _votes(child, top=False)
 
@@ -123,10 +148,12 @@ def num_rows(batch: Any, step: str) -> int:
     """Number of samples in ``batch``: the leading size that most of its tensors share.
 
     Raises:
-        StepError: If nothing counts samples, or two sizes are equally frequent.
+        StepError: If nothing counts samples, two sizes are equally frequent, or something in the
+            batch cannot be cut.
     """
+    _refuse_uncuttable(batch, step)
     votes = list(_votes(batch))
-    for kind in ("samples", "tensors", "values"):
+    for kind in ("samples", "tensors", "arrays", "values"):
         sizes = Counter(size for voted, size in votes if voted == kind).most_common(2)
         if len(sizes) == 2 and sizes[0][1] == sizes[1][1]:
             raise StepError(
@@ -144,12 +171,46 @@ def num_rows(batch: Any, step: str) -> int:
     )
 
 
+def _refuse_uncuttable(value: Any, step: str) -> None:
+    """Refuses tensors without rows to slice, and tensors in objects that nobody can look into."""
+    what = None
+    if isinstance(value, Tensor):
+        if value.is_nested or value.layout != torch.strided:
+            what = f"a {'nested' if value.is_nested else str(value.layout)} tensor"
+            cure = "Make it dense, e.g. x.to_dense() or torch.nested.to_padded_tensor(x, 0.0)"
+    elif isinstance(value, PackedSequence):
+        what = "a PackedSequence, whose rows are time steps"
+        cure = "Give the padded tensor and the lengths (the step may pack them)"
+    elif (parts := parts_of(value)) is not None:
+        for child in parts[0]:
+            _refuse_uncuttable(child, step)
+    elif not isinstance(value, np.ndarray) and _hides_tensors(value):
+        what = f"an object of type {type(value).__name__}, of which it knows no samples"
+        cure = "Take its tensors out, e.g. {'x': batch.x, 'y': batch.y}"
+    if what is not None:
+        raise StepError(
+            f"{step} got {what}, so the batch cannot be cut into microbatches. {cure}, in "
+            "LightningModule.on_after_batch_transfer, transfer_batch_to_device or the DataLoader's "
+            "collate_fn: tensors, arrays and lists in dicts, tuples and dataclasses are cut."
+        )
+
+
+def _hides_tensors(value: Any) -> bool:
+    """Whether something that is no known container holds tensors."""
+    if callable(getattr(value, "to", None)):
+        return True  # Lightning moves it to the device
+    inside = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
+        inside += [*value.values()] if isinstance(value, Mapping) else [*value]
+    return any(isinstance(item, Tensor) for item in inside)
+
+
 def cut_batch(batch: Any, cut: Cut) -> list[Any]:
     """Cuts ``batch`` into ``cut.total`` microbatches.
 
-    Tensors whose first dim counts the samples are sliced (views), and so are lists of samples and
-    lists and tuples of plain values of that length; everything else goes whole into every
-    microbatch.
+    Tensors and arrays whose first dim counts the samples are sliced (views), and so are lists of
+    samples and lists and tuples of plain values of that length; everything else goes whole into
+    every microbatch.
     """
     microbatches, start = [], 0
     for size in cut.sizes:
@@ -160,43 +221,57 @@ def cut_batch(batch: Any, cut: Cut) -> list[Any]:
 
 
 def _slice(value: Any, start: int, stop: int, rows: int, top: bool = True) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         return value[start:stop] if value.ndim and value.shape[0] == rows else value
+    if _is_tensor_collection(value) and value.batch_size[:1] == (rows,):
+        return value[start:stop]  # it knows what else belongs to its rows
     counts = type(value) in (list, tuple) and len(value) == rows
     if counts and (_is_list_of_samples(value, top) or not any(map(_holds_tensors, value))):
         return value[start:stop]
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is None:
         return value
     return parts[1]([_slice(child, start, stop, rows, top=False) for child in parts[0]])
 
 
 def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in leaves(value))
+    return any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves(value))
 
 
 def signature(batch: Any) -> Hashable:
     """Shapes, dtypes and structure of a microbatch; plain values may differ."""
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is not None:
-        keys = tuple(batch) if isinstance(batch, Mapping) else ()
+        keys = tuple(batch.keys()) if isinstance(batch, Mapping) else ()
         return batch.__class__, keys, tuple(signature(child) for child in parts[0])
-    if isinstance(batch, Tensor):
-        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch.__class__, tuple(batch.shape), batch.dtype
     return (batch.__class__,)
 
 
 def checksum(batch: Any) -> int:
-    """CRC-32 of sampled elements of every tensor in ``batch``; equal batches give equal numbers."""
+    """CRC-32 of sampled elements of every tensor and array in ``batch``, and of its texts.
+
+    Equal batches give equal numbers.
+    """
     crc = 0
-    for shape, samples in _samples(batch):
-        crc = zlib.crc32(repr(shape).encode(), crc)
-        crc = zlib.crc32(samples.cpu().contiguous().view(torch.uint8).numpy().tobytes(), crc)
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout == torch.strided:
+            samples = _samples(leaf.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray) and leaf.size and leaf.dtype != object:
+            samples = np.ascontiguousarray(_samples(leaf)).tobytes()
+        elif isinstance(leaf, str):
+            crc = zlib.crc32(leaf[:_SAMPLES].encode(errors="replace"), crc)
+            continue
+        else:
+            continue
+        crc = zlib.crc32(repr(tuple(leaf.shape)).encode(), crc)
+        crc = zlib.crc32(samples, crc)
     return crc
 
 
-def _samples(batch: Any) -> Iterator[tuple[torch.Size, Tensor]]:
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout == torch.strided:
-            flat = leaf.detach().reshape(-1)
-            yield leaf.shape, flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+def _samples(values: Any) -> Any:
+    """At most so many elements of a tensor or array, from all over it, in one dim."""
+    flat = values.reshape(-1)
+    step = max(1, len(flat) // _SAMPLES)
+    return flat[::step][:_SAMPLES]

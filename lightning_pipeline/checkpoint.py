@@ -1,11 +1,16 @@
-"""One plain Lightning checkpoint out of the parts that the ranks of a pipeline hold, and back."""
+"""One plain Lightning checkpoint out of the parts that the ranks of a pipeline hold, and back.
+
+The ranks first agree, in small messages, on who gives what global rank 0 lacks. Then the tensors
+travel one by one, or every rank writes its own (see `sharded`).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -13,127 +18,251 @@ from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.splitting import is_elsewhere, state_items
 
-_Path = tuple[Any, ...]
-_OPTIMIZERS = "optimizer_states"
+Path = tuple[Any, ...]
+"""Keys and indices that lead to a value in a checkpoint."""
+
+STATE_DICT, OPTIMIZERS = "state_dict", "optimizer_states"
 
 
-def gather(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any] | None:
-    """Fills the checkpoint of global rank 0 with what the other ranks of its pipeline hold.
+class Spec(NamedTuple):
+    """Stands for a tensor that another rank holds.
 
-    One rank after the other sends its part, so that no rank ever holds more than the whole and
-    one part.
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Agreement(NamedTuple):
+    """Who gives what global rank 0 lacks; equal on all ranks of its pipeline.
+
+    Attributes:
+        given: For each path the global rank that gives it, and the value there with a ``Spec`` for
+            each tensor. An optimizer's state of a parameter is one value.
+        same: Path in ``given`` of each placeholder; tied weights are given once.
+    """
+
+    given: dict[Path, tuple[int, Any]]
+    same: dict[Path, Path]
+
+    def filled(
+        self,
+        checkpoint: dict[str, Any],
+        leaf: Callable[[Path, Any], Any],
+    ) -> dict[str, Any]:
+        """The whole checkpoint of global rank 0, made by ``leaf``.
+
+        Args:
+            checkpoint: The checkpoint of global rank 0.
+            leaf: Makes what stands for a tensor (or for a ``Spec`` of another rank) at a path; for
+                tied weights it is the path of the first.
+        """
+        outlines = {path: outline for path, (_, outline) in self.given.items()}
+
+        def own_or_given(path: Path, tensor: Tensor) -> Any:
+            first = self.same.get(path)
+            return leaf(path, tensor) if first is None else leaf(first, outlines[first])
+
+        whole: dict[str, Any] = mapped(checkpoint, own_or_given)
+        if OPTIMIZERS not in whole:
+            return whole
+        whole[OPTIMIZERS] = [
+            {**own, "state": dict(own["state"])} if "state" in own else own
+            for own in whole[OPTIMIZERS]
+        ]
+        for path, outline in outlines.items():
+            if is_optimizer_entry(path):
+                whole[OPTIMIZERS][path[1]]["state"][path[3]] = mapped(outline, leaf, path)
+        for own in whole[OPTIMIZERS]:
+            if "state" in own:
+                own["state"] = dict(sorted(own["state"].items()))
+        return whole
+
+
+def agree(checkpoint: dict[str, Any], mesh: Mesh) -> Agreement:
+    """Finds out who gives what global rank 0 lacks; all ranks of its pipeline call it.
 
     Args:
         checkpoint: Lightning's checkpoint of this rank, with placeholders where a tensor is
             elsewhere and without the optimizer state of parameters that are elsewhere.
         mesh: The rank's place.
 
+    Raises:
+        PipelineError: If no rank holds some tensor.
+    """
+    box: list[Any] = [None]
+    if mesh.global_rank == 0:
+        box = [(_missing(checkpoint), set(_entries(checkpoint)))]
+    dist.broadcast_object_list(box, 0, mesh.pipeline_group)
+    same, known = box[0]
+    mine: dict[Path, Any] = {}
+    if mesh.global_rank != 0:
+        mine = _offers(checkpoint, set(same.values()), known)
+    offers: list[Any] = [None] * len(mesh.pipeline_ranks)
+    dist.all_gather_object(offers, mine, mesh.pipeline_group)
+    given: dict[Path, tuple[int, Any]] = {}
+    for rank, offer in zip(mesh.pipeline_ranks, offers, strict=True):
+        for path, outline in offer.items():
+            given.setdefault(path, (rank, outline))
+    for path in same.values():
+        if path not in given:
+            raise PipelineError(
+                f"No rank holds {'.'.join(map(str, path))}, so the checkpoint would be "
+                "incomplete. Either a callback or hook put it there on global rank 0 alone, or "
+                "this is a fault of the placement: then please report it."
+            )
+    return Agreement(given, same)
+
+
+def gather(checkpoint: dict[str, Any], mesh: Mesh, device: torch.device) -> dict[str, Any] | None:
+    """Fills the checkpoint of global rank 0 with what the other ranks of its pipeline hold.
+
+    A message is one tensor. Global rank 0 holds the file being written and its own part, the
+    others nothing besides their own.
+
+    Args:
+        checkpoint: Lightning's checkpoint of this rank, see ``agree``.
+        mesh: The rank's place.
+        device: The rank's device, from which tensors are sent.
+
     Returns:
-        The whole checkpoint on global rank 0, ``None`` elsewhere.
+        The whole checkpoint on global rank 0, on the host; ``None`` elsewhere.
 
     Raises:
         PipelineError: If no rank holds some tensor.
     """
     if mesh.data_rank != 0:
         return None
-    collects = mesh.global_rank == 0
-    group = mesh.pipeline_group
-    wanted = [(_missing(checkpoint), _known_states(checkpoint)) if collects else None]
-    dist.broadcast_object_list(wanted, 0, group)
-    assert wanted[0] is not None
-    missing, known = wanted[0]
-    parts: dict[_Path, Tensor] = {}
-    states: list[dict[int, Any]] = [{} for _ in known]
-    for rank in mesh.pipeline_ranks:
-        if rank == 0:
-            continue
-        box: list[Any] = [None]
-        if mesh.global_rank == rank:
-            box = [_part(checkpoint, missing, known)]
-            dist.send_object_list(box, 0, group)
-        elif collects:
-            dist.recv_object_list(box, rank, group)
-            for path, tensor in box[0][0].items():
-                parts.setdefault(path, tensor)
-            for state, other in zip(states, box[0][1], strict=True):
-                state.update(other)
-    return _filled(checkpoint, parts, states) if collects else None
+    agreement, group = agree(checkpoint, mesh), mesh.pipeline_group
+    received: dict[Path, Tensor] = {}
+    for path, (owner, outline) in agreement.given.items():
+        if mesh.global_rank == owner:
+            for _, tensor in walk(at(checkpoint, path)):
+                _send(tensor, device, group)
+        elif mesh.global_rank == 0:
+            for inner, spec in walk(outline):
+                whole_path = (*path, *inner)
+                received[whole_path] = _receive(spec, owner, device, group)
+    if mesh.global_rank != 0:
+        return None
+    moved: dict[Any, Tensor] = {}
+    return agreement.filled(
+        checkpoint,
+        lambda path, value: received[path] if isinstance(value, Spec) else _to_host(value, moved),
+    )
 
 
-def _walk(value: Any, path: _Path = ()) -> Any:
-    """All tensors of a checkpoint with their paths, optimizer states excepted."""
-    if isinstance(value, Tensor):
+def _send(tensor: Tensor, device: torch.device, group: dist.ProcessGroup) -> None:
+    if tensor.numel():
+        dist.send(_as_bytes(tensor.detach().to(device).contiguous()), 0, group)
+
+
+def _receive(spec: Spec, owner: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    value = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if value.numel():
+        dist.recv(_as_bytes(value), owner, group)
+    return value.cpu()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # backends do not know every dtype
+
+
+def _to_host(tensor: Tensor, moved: dict[Any, Tensor]) -> Tensor:
+    """The tensor on the host; one that comes twice, such as a tied weight, is moved once."""
+    if tensor.device.type == "cpu":
+        return tensor
+    key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    if key not in moved:
+        moved[key] = tensor.detach().cpu()
+    return moved[key]
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All tensors (and ``Spec``) in nested dicts, lists and tuples, with their paths."""
+    if isinstance(value, (Tensor, Spec)):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            if path or key != _OPTIMIZERS:
-                yield from _walk(item, (*path, key))
+            yield from walk(item, (*path, key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _walk(item, (*path, index))
+            yield from walk(item, (*path, index))
 
 
-def _missing(checkpoint: dict[str, Any]) -> list[_Path]:
-    return [path for path, tensor in _walk(checkpoint) if is_elsewhere(tensor)]
+def mapped(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """The same nest with ``leaf(path, tensor)`` for each tensor (and ``Spec``).
+
+    What holds none that changes is not copied, so it may be of any class.
+    """
+    if isinstance(value, (Tensor, Spec)):
+        return leaf(path, value)
+    if isinstance(value, dict):
+        items = {key: mapped(item, leaf, (*path, key)) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        whole = copy.copy(value)  # keeps its class and the versions that hang on a state dict
+        whole.update(items)
+        return whole
+    if isinstance(value, (list, tuple)):
+        parts = [mapped(item, leaf, (*path, index)) for index, item in enumerate(value)]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
-def _known_states(checkpoint: dict[str, Any]) -> list[set[int]]:
-    return [set(state["state"]) for state in checkpoint.get(_OPTIMIZERS, [])]
+def at(value: Any, path: Path) -> Any:
+    """What is at a path."""
+    for key in path:
+        value = value[key]
+    return value
 
 
-def _part(
-    checkpoint: dict[str, Any], missing: list[_Path], known: list[set[int]]
-) -> tuple[dict[_Path, Tensor], list[dict[int, Any]]]:
-    """What this rank has of what global rank 0 misses, on the host."""
-    wanted = set(missing)
-    tensors = {
-        path: tensor.detach().cpu()
-        for path, tensor in _walk(checkpoint)
+def is_optimizer_entry(path: Path) -> bool:
+    """Whether the path leads to an optimizer's state of one parameter."""
+    return len(path) == 4 and path[0] == OPTIMIZERS and path[2] == "state"
+
+
+def _entries(checkpoint: dict[str, Any]) -> dict[Path, Any]:
+    """The state of each parameter, of all optimizers."""
+    return {
+        (OPTIMIZERS, number, "state", index): entry
+        for number, optimizer in enumerate(checkpoint.get(OPTIMIZERS, []))
+        for index, entry in optimizer.get("state", {}).items()
+    }
+
+
+def _missing(checkpoint: dict[str, Any]) -> dict[Path, Path]:
+    """The placeholders, each with the path of the first that stands for the same tensor."""
+    first: dict[Any, Path] = {}
+    missing = {}
+    for path, tensor in walk(checkpoint):
+        if is_elsewhere(tensor):
+            # Elsewhere, say in a callback's state, an old value may go by the same name.
+            is_weight = path[0] == STATE_DICT and len(path) == 2
+            missing[path] = first.setdefault(tensor.elsewhere_name if is_weight else path, path)
+    return missing
+
+
+def _offers(checkpoint: dict[str, Any], wanted: set[Path], known: set[Path]) -> dict[Path, Any]:
+    """What this rank has of what global rank 0 lacks, without the tensors' values."""
+
+    def outline(_: Path, tensor: Tensor) -> Spec:
+        return Spec(tuple(tensor.shape), tensor.dtype)
+
+    offers = {
+        path: outline(path, tensor)
+        for path, tensor in walk(checkpoint)
         if path in wanted and not is_elsewhere(tensor)
     }
-    states = [
-        {index: _to_host(entry) for index, entry in state["state"].items() if index not in seen}
-        for state, seen in zip(checkpoint.get(_OPTIMIZERS, []), known, strict=True)
-    ]
-    return tensors, states
-
-
-def _to_host(entry: Any) -> Any:
-    if isinstance(entry, Tensor):
-        return entry.detach().cpu()
-    if isinstance(entry, dict):
-        return {key: _to_host(item) for key, item in entry.items()}
-    return entry
-
-
-def _filled(
-    checkpoint: dict[str, Any], parts: dict[_Path, Tensor], states: list[dict[int, Any]]
-) -> dict[str, Any]:
-    def fill(value: Any, path: _Path) -> Any:
-        if isinstance(value, Tensor) and is_elsewhere(value):
-            if path not in parts:
-                raise PipelineError(
-                    f"No rank holds {'.'.join(map(str, path))}, so the checkpoint would be "
-                    "incomplete. This is a fault of the placement; please report it."
-                )
-            return parts[path]
-        if isinstance(value, dict):
-            whole = copy.copy(value)
-            for key, item in value.items():
-                whole[key] = fill(item, (*path, key))
-            return whole
-        if type(value) in (list, tuple):
-            return type(value)(fill(item, (*path, i)) for i, item in enumerate(value))
-        return value
-
-    optimizers = checkpoint.get(_OPTIMIZERS)
-    whole = fill({k: v for k, v in checkpoint.items() if k != _OPTIMIZERS}, ())
-    if optimizers is not None:
-        whole[_OPTIMIZERS] = [
-            {**own, "state": dict(sorted({**own["state"], **others}.items()))}
-            for own, others in zip(optimizers, states, strict=True)
-        ]
-    return whole
+    for path, entry in _entries(checkpoint).items():
+        if path not in known:
+            offers[path] = mapped(entry, outline)
+    return offers
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

@@ -7,6 +7,7 @@ its results as `job.yaml`, and the other ranks are started from that file withou
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import subprocess
@@ -29,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipeline.layout import Layout, resolve_layout
 from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.sharded import consolidate
 
 CONF = "pkg://lightning_pipeline.conf"
 JOB_FILE = "job.yaml"
@@ -39,6 +41,8 @@ lightning-pipeline COMMAND [OVERRIDE ...] [--multirun] [--cfg job] [--help]
   validate  compute the validation metrics of checkpoint=PATH
   test      compute the test metrics of checkpoint=PATH
   predict   write the predictions of checkpoint=PATH for the test data
+  consolidate FOLDER [FILE]
+            turn a checkpoint folder into one plain Lightning file
 
 Examples:
   lightning-pipeline train
@@ -47,9 +51,11 @@ Examples:
   lightning-pipeline train strategy=ddp
   lightning-pipeline test checkpoint=outputs/DAY/TIME/checkpoints/last.ckpt
 
+A folder is what strategy.save_distributed_checkpoint=true writes.
 Overrides are Hydra's; `lightning-pipeline train --help` lists the groups and the configuration.
 """
 
+CONSOLIDATE = "consolidate"
 Metrics = dict[str, float]
 
 
@@ -70,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     command, *overrides = words
+    if command == CONSOLIDATE:
+        return _consolidate(overrides)
     if command not in COMMANDS:
-        known = ", ".join(COMMANDS)
+        known = ", ".join([*COMMANDS, CONSOLIDATE])
         print(f"The command must be one of {known}, got {command!r}.\n\n{HELP}", file=sys.stderr)
         return 2
     if overrides[:1] == ["--job"]:
@@ -87,6 +95,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides.sort(key=lambda word: word not in ("-m", "--multirun"))
     with _arguments(overrides):
         _hydra_main(command)
+    return 0
+
+
+def _consolidate(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        f"lightning-pipeline {CONSOLIDATE}",
+        description="Turns a checkpoint folder, which strategy.save_distributed_checkpoint=true "
+        "writes, into one plain Lightning file. The folder must be from a trusted source.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint folder")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="the file to write; FOLDER.consolidated if left out"
+    )
+    given = parser.parse_args(words)
+    try:
+        print(f"checkpoint: {consolidate(given.folder, given.file)}")
+    except (OSError, ValueError) as error:
+        refuse(error)
     return 0
 
 

@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -14,6 +16,21 @@ def arguments_after_batch(module: LightningModule, step: str) -> tuple[Any, ...]
     """What Lightning passes to ``step`` behind its first batch."""
     numbered = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
     return (0,) if numbered else ()
+
+
+def without_compilation(module: LightningModule) -> None:
+    """Takes back what ``torch.compile(LightningModule)`` made of its steps, which are never whole.
+
+    Compiled blocks inside it stay compiled.
+    """
+    if module._compiler_ctx is None:
+        return
+    to_uncompiled(module)
+    rank_zero_warn(
+        f"{type(module).__name__} was given to the Trainer as torch.compile(module). "
+        "strategy='pipeline' runs its steps in parts, which are not compiled, so it runs as if it "
+        "were not compiled. Compile the blocks of the model instead: `block.compile()` for each."
+    )
 
 
 def seeds_workers() -> bool:

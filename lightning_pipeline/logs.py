@@ -1,13 +1,15 @@
 """What a step logs: recorded per microbatch on the last stage, replayed on every rank.
 
 One small broadcast a step carries the values from the last stage to the other ranks of its
-pipeline, with the loss and a checksum of the batch. Then the real ``self.log`` runs everywhere, so
+pipeline, with the loss. Then the real ``self.log`` runs everywhere, so
 that callbacks decide alike on all ranks.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +23,13 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.metrics import Origin, StepMetrics
 
-# structure, checksum, loss, number of values, dtype of the loss, more to come, weight of the batch
-_HEADER = 7
+# structure, loss, number of values, dtype of the loss, more to come, weight of the batch
+_HEADER = 6
 _LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAPACITY = 64  # values in the first broadcast; more follow in a second one
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+_Key = tuple[str, int]  # name and number of the call with this name in a microbatch
 
 
 @dataclass
@@ -37,7 +41,25 @@ class _Entry:
     origin: Origin | None
     dtype: torch.dtype
     values: list[Tensor] = field(default_factory=list)
-    weights: list[float | None] = field(default_factory=list)
+    sizes: list[float | None] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[float]:
+        """What each value counts in the batch: its share, or the size that was given for it.
+
+        A size that is the same for microbatches of other rows is no size of theirs.
+        """
+        constant = len(set(self.sizes)) == 1
+        return self.shares if constant else [_first(*pair) for pair in self.pairs()]
+
+    def pairs(self) -> Iterator[tuple[float | None, float]]:
+        """Given size and share of each value."""
+        return zip(self.sizes, self.shares, strict=True)
+
+
+def _first(size: float | None, share: float) -> float:
+    return share if size is None else size
 
 
 class LogRecorder:
@@ -46,11 +68,20 @@ class LogRecorder:
     Args:
         module: The user's LightningModule.
         metrics: The metrics of this step.
+        constants: Batch sizes that have been the same for all microbatches of the run, each with
+            the number of microbatches of the first batch, by what is logged; kept up to date.
     """
 
-    def __init__(self, module: LightningModule, metrics: StepMetrics) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        metrics: StepMetrics,
+        constants: dict[_Key, tuple[float, int] | None],
+    ) -> None:
         self._module, self._metrics = module, metrics
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
+        self._constants = constants
+        self._calls: Counter[str] = Counter()
         self.rows = 0
 
     def __call__(
@@ -68,46 +99,82 @@ class LogRecorder:
         arguments.update(prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch)
         arguments.update(reduce_fx=reduce_fx)
         batch_size = arguments.pop("batch_size", None)
-        arguments.pop("sync_dist_group", None)
+        _check_group(name, arguments.pop("sync_dist_group", None))
         arguments["batch_size"] = batch_size is not None
         metric = self._metrics.name_of(value) if isinstance(value, Metric) else None
         tensor = torch.zeros(()) if metric is not None else _scalar(name, value)
-        if name not in self._entries:
+        key = (name, self._calls[name])
+        self._calls[name] += 1
+        if key not in self._entries:
             origin = self._metrics.origin_of(value)
-            self._entries[name] = _Entry(arguments, metric, origin, tensor.dtype)
-        entry = self._entries[name]
+            self._entries[key] = _Entry(arguments, metric, origin, tensor.dtype)
+        entry = self._entries[key]
         if entry.arguments != arguments:
             raise StepError(
                 f"self.log({name!r}) is called with different arguments in one step: "
                 f"{entry.arguments} and {arguments}. Log each name in one way."
             )
         entry.values.append(tensor.to(torch.float64))
-        entry.weights.append(None if batch_size is None else float(batch_size))
+        entry.sizes.append(None if batch_size is None else float(batch_size))
 
     def end(self, weight: float | None) -> None:
         """Ends a microbatch: what it logged counts as much as its rows, or its own weight."""
         share = float(self.rows) if weight is None else weight
         for entry in self._entries.values():
-            entry.weights = [share if known is None else known for known in entry.weights]
+            entry.shares += [share] * (len(entry.values) - len(entry.shares))
+        self._calls.clear()
 
-    def structure(self) -> list[tuple[str, dict[str, Any], str | None, torch.dtype]]:
-        """Names, arguments, metrics and dtypes, in the order of the first log."""
-        return [(n, e.arguments, e.metric, e.dtype) for n, e in self._entries.items()]
+    def structure(self) -> list[tuple[str, dict[str, Any], str | None, torch.dtype | None]]:
+        """Names, arguments, metrics and dtypes, in the order of the first log.
+
+        There is no dtype where a metric has no value for the batch: it was only updated.
+        """
+        return [
+            (name, e.arguments, e.metric, None if self._is_only_updated(e) else e.dtype)
+            for (name, _), e in self._entries.items()
+        ]
+
+    def _is_only_updated(self, entry: _Entry) -> bool:
+        return entry.metric is not None and self._metrics.batch_value(entry.metric) is None
 
     def values(self, device: torch.device) -> Tensor:
         """Value and weight of every name over the whole batch, float64 of shape [2 x names]."""
         flat: list[Tensor] = []
-        for entry in self._entries.values():
+        for key, entry in self._entries.items():
             weights = torch.tensor(entry.weights, dtype=torch.float64, device=device)
             if entry.metric is not None:
-                value = self._metrics.batch_value(entry.metric).to(device, torch.float64)
+                known = self._metrics.batch_value(entry.metric)
+                value = torch.zeros(()) if known is None else known
+                value = value.to(device, torch.float64)
             elif entry.origin is not None:
                 value = self._metrics.value_of(entry.origin).to(device, torch.float64)
             else:
                 values = torch.stack([v.to(device) for v in entry.values])
                 value = _reduced(values, weights, entry.arguments["reduce_fx"])
-            flat += [value, weights.sum()]
+            flat += [value, value.new_tensor(self._total(key, entry))]
         return torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
+
+    def _total(self, key: _Key, entry: _Entry) -> float:
+        """What the batch counts in means over several."""
+        if key not in self._constants:
+            constant = len(set(entry.sizes)) == 1 and entry.sizes[0] is not None
+            is_rows = entry.sizes == entry.shares
+            known = (entry.sizes[0] or 0.0, len(entry.sizes)) if constant and not is_rows else None
+            self._constants[key] = known
+        known = self._constants[key]
+        if known is None or set(entry.sizes) != {known[0]}:
+            self._constants[key] = None
+            return sum(_first(*pair) for pair in entry.pairs())
+        return known[0] * known[1]  # also if this batch has fewer rows than microbatches
+
+
+def _check_group(name: str, group: Any) -> None:
+    if group not in (None, dist.group.WORLD):
+        raise StepError(
+            f"self.log({name!r}, sync_dist_group=...) in a step must be None or the group of all "
+            "ranks: a value is on the last stages only, and is reduced over the replicas. Remove "
+            "sync_dist_group, or log in a hook behind the step."
+        )
 
 
 def _scalar(name: str, value: Any) -> Tensor:
@@ -147,9 +214,7 @@ class LogExchange:
 
     def __call__(
         self,
-        step: str,
         recorder: LogRecorder | None,
-        checksum: int,
         loss: Tensor | None,
         weight: float | None,
         more: Any,
@@ -157,37 +222,24 @@ class LogExchange:
         """Replays the logs of one step on every rank of the pipeline.
 
         Args:
-            step: Name of the step, for messages.
             recorder: What was logged; ``None`` except on the last stage.
-            checksum: Of this rank's batch.
             loss: The batch's loss on the last stage.
             weight: The weight that the step gave to the batch, on the last stage.
             more: Whatever else the other ranks need of the last stage, ``None`` for nothing.
 
         Returns:
             The loss, the weight and ``more`` of the last stage.
-
-        Raises:
-            StepError: If this rank and the last stage saw different batches.
         """
-        header, values = self._broadcast(recorder, checksum, loss, weight, more)
-        if int(header[1]) != checksum:
-            raise StepError(
-                f"{step}: rank {self._mesh.global_rank} and rank {self._mesh.last_rank} of one "
-                f"pipeline got different batches (checksums {checksum} and {int(header[1])}). All "
-                "ranks of a pipeline must draw the same samples: call seed_everything(seed, "
-                "workers=True), or make the sampler and the dataset's augmentation deterministic."
-            )
-        if int(header[5]):
+        header, values = self._broadcast(recorder, loss, weight, more)
+        if int(header[4]):
             more = self._broadcast_object(more)
         self._replay(int(header[0]), values)
-        given = float(header[6])
-        return header[2].to(_LOSS_DTYPES[int(header[4])]), None if given < 0 else given, more
+        given = float(header[5])
+        return header[1].to(_LOSS_DTYPES[int(header[3])]), None if given < 0 else given, more
 
     def _broadcast(
         self,
         recorder: LogRecorder | None,
-        checksum: int,
         loss: Tensor | None,
         weight: float | None,
         more: Any,
@@ -197,14 +249,14 @@ class LogExchange:
         if recorder is not None:
             structure, values = recorder.structure(), recorder.values(self._device)
             message[0] = _identity(structure)
-            message[1], message[3] = checksum, values.numel()
+            message[2] = values.numel()
             if loss is not None:
-                message[2], message[4] = loss, _LOSS_DTYPES.index(loss.dtype)
-            message[5] = float(more is not None)
-            message[6] = -1.0 if weight is None else weight
+                message[1], message[3] = loss, _LOSS_DTYPES.index(loss.dtype)
+            message[4] = float(more is not None)
+            message[5] = -1.0 if weight is None else weight
             message[_HEADER : _HEADER + values.numel()] = values[:_CAPACITY]
         self._send(message)
-        identity, count = int(message[0]), int(message[3])
+        identity, count = int(message[0]), int(message[2])
         if count > _CAPACITY:
             rest = values[_CAPACITY:] if recorder else message.new_zeros(count - _CAPACITY)
             self._send(rest)
@@ -230,11 +282,11 @@ class LogExchange:
                 arguments["batch_size"] = int(values[2 * index + 1])
             if self._mesh.sizes.data == 1:
                 arguments["sync_dist"] = True  # equal on all ranks: Lightning need not warn
-            value: Any = values[2 * index].to(dtype)
+            value: Any = values[2 * index].to(dtype or torch.get_default_dtype())
             if metric is not None:
-                logged = self._module.get_submodule(metric)
-                logged._forward_cache = value.to(torch.get_default_dtype())
-                value = logged
+                logged: Any = self._module.get_submodule(metric)
+                cache = value.to(torch.get_default_dtype()) if dtype is not None else None
+                logged._forward_cache, value = cache, logged
             self._module.log(name, value, **arguments)
 
 

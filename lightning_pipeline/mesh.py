@@ -14,13 +14,26 @@ stages exchange activations only. Sizes are checked apart from groups, before an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from lightning_pipeline.schedules import Auto, Schedule, require_count
+
+
+class Scope(Enum):
+    """Which ranks run the same line of the user's code at this moment."""
+
+    ALL = "all ranks"
+    """Hooks and callbacks."""
+    REPLICAS = "the ranks that hold the same stages"
+    """Steps: a stage runs its part of one."""
+    ALONE = "this rank"
+    """A step that is run for observation, of which other ranks may see another one."""
 
 
 class MeshSizes(NamedTuple):
@@ -116,6 +129,7 @@ class Mesh:
         pipeline_ranks: Global ranks of this rank's pipeline, by pipeline rank.
         data_ranks: Global ranks that hold the same stages, by data rank.
         last_rank: Global rank that holds the last stage of this rank's pipeline.
+        scope: Which ranks run the user's code together just now.
         pipeline_group: Group of ``pipeline_ranks``, once ``build_groups`` has run.
         data_group: Group of ``data_ranks``, once ``build_groups`` has run.
     """
@@ -146,6 +160,16 @@ class Mesh:
         self.is_last = self.num_stages - 1 in self.stages
         (self.last_rank,) = self.holder_ranks(frozenset({self.num_stages - 1}))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self.scope = Scope.ALL
+
+    @contextmanager
+    def within(self, scope: Scope) -> Iterator[None]:
+        """Narrows the scope for a block of the user's code."""
+        before, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = before
 
     def _pipeline(self, data_rank: int) -> tuple[int, ...]:
         """Global ranks of one replica, by pipeline rank.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
@@ -70,10 +71,10 @@ class StepMetrics:
         """Dotted name of a metric that is logged, ``None`` for one that is no attribute."""
         return self._names.get(id(metric))
 
-    def batch_value(self, name: str) -> Tensor:
-        """Value of the metric over the batch, for ``on_step`` logs."""
+    def batch_value(self, name: str) -> Tensor | None:
+        """Value of the metric over the batch, for ``on_step`` logs; ``None`` if it has none."""
         value = self._metrics[name]._forward_cache
-        return torch.tensor(float("nan")) if value is None else torch.as_tensor(value)
+        return None if value is None else torch.as_tensor(value)
 
     def begin(self, rows: int) -> None:
         """Announces a microbatch of ``rows`` samples."""
@@ -121,8 +122,9 @@ class StepMetrics:
             try:
                 with _state_kept(unit), torch.no_grad():
                     value = original(*args, **kwargs)  # the microbatch's own
-                items = value.items() if isinstance(value, dict) else [(None, value)]
-                for key, item in items:
+                if isinstance(value, dict):  # copies: one tensor may stand under several keys
+                    value = {k: v.clone() if isinstance(v, Tensor) else v for k, v in value.items()}
+                for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
                     if isinstance(item, Tensor):
                         self._given[id(item)] = (item, (name, key))
                 return value
@@ -142,19 +144,19 @@ class StepMetrics:
 
 @contextmanager
 def _state_kept(unit: _Unit) -> Iterator[None]:
-    """Lets a metric run from its present state and puts that back."""
+    """Lets a metric run by itself from its present state and puts that back."""
     metrics = [m for m in unit.modules() if isinstance(m, Metric)]
-    saved = [
-        (m, m._copy_state_dict(), m._update_count, m._forward_cache, m._computed) for m in metrics
-    ]
+    saved = [(m, m._copy_state_dict(), dict(m.__dict__)) for m in metrics]
+    for metric in metrics:
+        metric.dist_sync_on_step = False
     try:
         yield
     finally:
-        for metric, state, count, cache, computed in saved:
+        for metric, state, attributes in saved:
+            metric.__dict__.clear()
+            metric.__dict__.update(attributes)  # wrappers count in attributes that are no states
             for key, value in state.items():
                 setattr(metric, key, value)
-            metric._update_count, metric._forward_cache = count, cache
-            metric._computed = computed
 
 
 def _whole_batch_calls(
@@ -217,27 +219,29 @@ class SharedCompute:
     """
 
     def __init__(self, module: LightningModule, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        self._known: dict[int, Any] = {}
-        self._undo: list[tuple[Metric, Any]] = []
+        self._module, self._mesh = module, mesh
+        self._undo: dict[int, tuple[Metric, Any]] = {}
+        self._nested = False
         self.inside_step = False
-        for metric in self._metrics:
-            self._install(metric)
+        self.forget()
 
     def forget(self) -> None:
-        """The metrics were updated: what was computed is old."""
-        self._known.clear()
+        """A step may have updated the metrics, or made new ones: what was computed is old."""
+        for metric in self._module.modules():
+            if isinstance(metric, Metric):
+                metric._computed = None
+                if id(metric) not in self._undo:
+                    self._install(metric)
 
     def remove(self) -> None:
         """Gives the metrics their own methods back."""
-        for metric, original in self._undo:
+        for metric, original in self._undo.values():
             metric.__dict__["compute"] = original
-        self._undo = []
+        self._undo = {}
 
     def _install(self, metric: Metric) -> None:
         original = metric.compute
-        self._undo.append((metric, original))
+        self._undo[id(metric)] = (metric, original)
 
         def shared(*args: Any, **kwargs: Any) -> Any:
             return self._compute(metric, original, *args, **kwargs)
@@ -245,21 +249,36 @@ class SharedCompute:
         metric.__dict__["compute"] = shared
 
     def _compute(self, metric: Metric, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        if self.inside_step or not metric._to_sync:
-            return original(*args, **kw)
-        if id(metric) not in self._known:
-            box = [self._over_replicas(metric, original, args, kw) if self._mesh.is_last else None]
+        # Only Metric.forward computes without leaving the synchronised state; ranks have all called
+        # it, with the same arguments.
+        in_forward = not metric._should_unsync
+        if self._nested or self.inside_step or in_forward:
+            with self._over_replicas(metric):
+                return original(*args, **kw)
+        # What it computed last is forgotten by the metric's own update and reset, on all ranks.
+        if metric._computed is None:
+            box = [None]
+            if self._mesh.is_last:
+                with self._over_replicas(metric), stream(0, metric.device):
+                    box = [original(*args, **kw)]
             dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
-            self._known[id(metric)] = box[0]
-        return self._known[id(metric)]
+            if isinstance(metric, WrapperMetric) or not metric.compute_with_cache:
+                return box[0]
+            metric._computed = box[0]
+        return metric._computed
 
-    def _over_replicas(
-        self, metric: Metric, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    @contextmanager
+    def _over_replicas(self, metric: Metric) -> Iterator[None]:
+        """Lets a metric and those that it wraps synchronise over the replicas."""
         # Set for the call only: a process group in a metric would make it impossible to copy.
-        group, metric.process_group = metric.process_group, self._mesh.data_group
+        inside = [m for m in metric.modules() if isinstance(m, Metric)]
+        nested, self._nested = self._nested, True
+        groups = [m.process_group for m in inside]
+        for m in inside:
+            m.process_group = self._mesh.data_group
         try:
-            with stream(0, metric.device):
-                return original(*args, **kwargs)
+            yield
         finally:
-            metric.process_group = group
+            self._nested = nested
+            for m, group in zip(inside, groups, strict=True):
+                m.process_group = group

@@ -1,14 +1,16 @@
-"""The norm of the whole model's gradients, wherever clipping asks for it."""
+"""Norms of the whole model's gradients, wherever clipping or a log asks for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.utilities import grads
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from lightning_pipeline.mesh import Mesh
@@ -16,11 +18,12 @@ from lightning_pipeline.placing import Held
 
 
 class WholeNorm:
-    """Lets ``torch.nn.utils.clip_grad_norm_`` see the gradients of all stages.
+    """Lets ``torch.nn.utils.clip_grad_norm_`` and Lightning's ``grad_norm`` see all stages.
 
-    The Trainer's clipping ends there, and so does a user's own in a hook. Every rank of a pipeline
-    runs the same hooks, so they meet in one sum. The private function that is replaced while a fit
-    lasts is that of torch 2.13.
+    The Trainer's clipping ends there, and so do a user's own clipping and logs of norms in a hook.
+    Every rank of a pipeline runs the same hooks, so they meet in one sum. What is replaced while a
+    fit lasts is a private function of torch 2.13, and the code of Lightning's ``grad_norm``: users
+    import the function itself, so another one in its place would not be seen.
 
     Args:
         mesh: The rank's place, groups built.
@@ -32,10 +35,16 @@ class WholeNorm:
         self._mesh, self._held, self._device = mesh, held, device
         self._original: Any = clip_grad._get_total_norm
         clip_grad._get_total_norm = self
+        code, names = grads.grad_norm.__code__, vars(grads)
+        self._grad_norm = FunctionType(code, names, argdefs=grads.grad_norm.__defaults__)
+        names["_whole_grad_norm"] = self.grad_norm
+        grads.grad_norm.__code__ = _forward_grad_norm.__code__
 
     def remove(self) -> None:
-        """Gives torch its own function back."""
+        """Gives torch and Lightning their own functions back."""
         clip_grad._get_total_norm = self._original
+        grads.grad_norm.__code__ = self._grad_norm.__code__
+        del vars(grads)["_whole_grad_norm"]
 
     def __call__(
         self,
@@ -63,6 +72,29 @@ class WholeNorm:
             )
         return total if not given else total.to(given[0].device, given[0].dtype)
 
+    def grad_norm(
+        self, module: nn.Module, norm_type: float | str, group_separator: str = "/"
+    ) -> dict[str, Any]:
+        """Lightning's ``grad_norm`` of a module whose parameters may be on several stages."""
+        held = self._held()
+        if held is None:
+            return self._grad_norm(module, norm_type, group_separator)
+        order = float(norm_type)
+        named = dict(module.named_parameters())
+        # norm, and whether there is a gradient: sums over the pipeline
+        found = torch.zeros(2, len(named), dtype=torch.float64, device=self._device)
+        for index, parameter in enumerate(named.values()):
+            if parameter.grad is not None and held.counted_here.get(id(parameter)):
+                found[0, index] = parameter.grad.data.norm(order)
+                found[1, index] = 1
+        dist.all_reduce(found, group=self._mesh.pipeline_group)
+        measured = [
+            (name, _Measured(norm.to(parameter.dtype)))
+            for (name, parameter), norm, given in zip(named.items(), *found, strict=True)
+            if given
+        ]
+        return self._grad_norm(_Measures(measured), norm_type, group_separator)
+
     def _combined(self, local: Tensor, order: float) -> Tensor:
         group = self._mesh.pipeline_group
         if math.isinf(order):
@@ -71,3 +103,29 @@ class WholeNorm:
         power = local if order == 0 else local**order
         dist.all_reduce(power, dist.ReduceOp.SUM, group)
         return power if order == 0 else power ** (1 / order)
+
+
+class _Measures:
+    """Stands for a module."""
+
+    def __init__(self, measured: list[tuple[str, _Measured]]) -> None:
+        self._measured = measured
+
+    def named_parameters(self) -> list[tuple[str, _Measured]]:
+        return self._measured
+
+
+class _Measured:
+    """Stands for a parameter whose gradient's norm is known."""
+
+    def __init__(self, norm: Tensor) -> None:
+        self.grad = self.data = self
+        self._norm = norm
+
+    def norm(self, order: float) -> Tensor:
+        return self._norm
+
+
+def _forward_grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+    """Code for ``grad_norm``; its names are looked up in Lightning's module."""
+    return _whole_grad_norm(module, norm_type, group_separator)  # type: ignore[name-defined] # noqa: F821

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_pipeline.batch import Cut
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.logs import LogRecorder
+from lightning_pipeline.merging import detached, mean, merge, merge_named
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.placing import Held
-from lightning_pipeline.splitting.torch_private import pytree
-from lightning_pipeline.steps import Microbatch, Runner, TensorMeta
+from lightning_pipeline.steps import Carries, Microbatch, Runner, TensorMeta
 from lightning_pipeline.steps.patches import patched
 
 
@@ -33,8 +33,11 @@ class StepPass:
         held: What this rank holds.
         recorder: Takes the logs on the last stage.
         metrics: Takes the calls of metrics on the last stage.
+        carries: What steps carry from batch to batch.
+        wholes: What this one starts from, for the whole batch.
         outputs: What the step returned for each microbatch with rows, on the last stage.
         appended: What the step appended to the module's lists for each microbatch with rows.
+        assigned: What it set other attributes of the module to, likewise.
         losses: Loss of each microbatch with rows, on the last stage of a training pass.
         weights: The weight that the step returned for each of them, ``None`` if it did not.
     """
@@ -48,8 +51,11 @@ class StepPass:
     held: Held
     recorder: LogRecorder
     metrics: StepMetrics
+    carries: Carries
+    wholes: dict[str, Any]
     outputs: list[Any] = field(default_factory=list)
     appended: list[dict[str, list[Any]]] = field(default_factory=list)
+    assigned: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
 
@@ -84,6 +90,7 @@ class StepPass:
             returned = runner(item, received)[1]
         self.outputs.append(detached(returned))
         self.appended.append(detached(runner.appended))
+        self.assigned.append(detached(runner.assigned))
         self.weights.append(_weight_of(item, returned))
         self.recorder.end(self.weights[-1])
         return self._loss(item, returned)
@@ -149,24 +156,32 @@ class StepPass:
         """Mean loss over the batch; ``None`` where it is not known."""
         if not self.losses:
             return None
-        return _mean(self.losses, self._shares())
+        return mean(self.losses, self._shares())
 
     def appended_to_lists(self) -> dict[str, list[Any]]:
         """What the step would have appended for the whole batch, on the last stage."""
-        if not self.appended:
+        names = dict.fromkeys(name for appended in self.appended for name in appended)
+        return {name: self._entries([a.get(name, []) for a in self.appended]) for name in names}
+
+    def _entries(self, lists: list[list[Any]]) -> list[Any]:
+        if len(set(map(len, lists))) > 1:
+            return [entry for entries in lists for entry in entries]
+        shares = self._shares()
+        return [merge(entries, self.cut.sizes, shares) for entries in zip(*lists, strict=True)]
+
+    def assigned_attributes(self) -> dict[str, Any]:
+        """What the step would have set attributes to for the whole batch, on the last stage."""
+        if not self.assigned:
             return {}
-        merged = merge_outputs(self.appended, self.cut.sizes, self._shares())
-        if isinstance(merged, dict):
-            return merged
-        # another number of entries for each microbatch: all of them
-        names = dict.fromkeys(name for entries in merged for name in entries)
-        return {name: [x for entries in merged for x in entries.get(name, [])] for name in names}
+        carried = self.carries.join(self.wholes, self.assigned)
+        others = [{n: v for n, v in given.items() if n not in carried} for given in self.assigned]
+        return {**merge_named(others, self.cut.sizes, self._shares()), **carried}
 
     def output(self) -> Any:
         """What the step would have returned for the whole batch, on the last stage."""
         if not self.outputs:
             return None
-        merged = merge_outputs(self.outputs, self.cut.sizes, self._shares())
+        merged = merge(self.outputs, self.cut.sizes, self._shares())
         total = self.weight()
         if total is not None and isinstance(merged, dict):
             merged["weight"] = total
@@ -207,46 +222,3 @@ def _weight_of(item: Microbatch, returned: Any) -> float | None:
             "the number of tokens that it is a mean over."
         )
     return float(number)
-
-
-def detached(tree: Any) -> Any:
-    """``tree`` with its tensors out of the autograd graph."""
-    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
-
-
-def merge_outputs(outputs: list[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
-    """Joins what the step returned for each microbatch.
-
-    Rows are put together, single floating-point numbers averaged; of anything else the list over
-    the microbatches is given.
-
-    Args:
-        outputs: One for each microbatch with rows.
-        sizes: Rows of each.
-        shares: What each counts in means; their sum is 1.
-    """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        return list(outputs)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    merged = [_merge(leaves, sizes, shares) for leaves in columns]
-    return pytree.tree_unflatten(merged, flat[0][1])
-
-
-def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Weighted mean; what counts nothing may be NaN."""
-    weighted = [v.double() * share for v, share in zip(values, shares, strict=True) if share]
-    total = torch.stack(weighted).sum() if weighted else values[0].new_zeros(())
-    return total.to(values[0].dtype)
-
-
-def _merge(leaves: tuple[Any, ...], sizes: Sequence[int], shares: Sequence[float]) -> Any:
-    first = leaves[0]
-    if not isinstance(first, Tensor):
-        return first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves)
-    tensors = [leaf.detach() for leaf in leaves]
-    if first.ndim and all(len(t) == n for t, n in zip(tensors, sizes, strict=True)):
-        return torch.cat(tensors)
-    if not first.ndim and first.is_floating_point():
-        return _mean(tensors, shares)
-    return tensors

@@ -12,30 +12,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipeline.batch import (
     Cut,
-    checksum,
-    cut_batch,
-    even_cut,
-    num_rows,
     signature,
 )
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
+from lightning_pipeline.loaders import choose_cut, cut_together, loader_levels, require_same
 from lightning_pipeline.logs import LogExchange, LogRecorder
-from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.metrics import SharedCompute, StepMetrics
 from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import (
     Candidate,
     Context,
+    Example,
     Held,
     Options,
     PlacedModule,
     share,
 )
 from lightning_pipeline.plan import Plan
-from lightning_pipeline.steps import Microbatch, Runner, StepPlan, mix, stream
+from lightning_pipeline.steps import Microbatch, Runner, StepPlan, mix, patched, stream
+from lightning_pipeline.writing import Writers
 
 _CACHED_PLANS = 128
 
@@ -50,6 +49,7 @@ class Pipeline:
         device: The rank's device.
         seed: Seed of all random numbers inside steps, equal on every rank.
         contexts: Precision context of each step method, by its name.
+        placed: The module as an earlier run left it spread; ``None`` if it is whole.
     """
 
     def __init__(
@@ -60,17 +60,32 @@ class Pipeline:
         device: torch.device,
         seed: int,
         contexts: Mapping[str, Context],
+        placed: PlacedModule | None = None,
     ) -> None:
         self._module, self._mesh, self._options = module, mesh, options
         self._device, self._seed, self._contexts = device, seed, contexts
-        self._placed = PlacedModule(module, mesh, options, device, seed)
+        self._placed = placed or PlacedModule(module, mesh, options, device, seed)
+        if placed is not None:
+            placed.go_on()
         self._engine = Engine(mesh, options.schedule, options.stages_per_rank, device)
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
+        self._writers = Writers(module.trainer.callbacks, mesh)  # type: ignore[attr-defined]
         self._plans: Cache[StepPlan] = Cache(_CACHED_PLANS)
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
+        self._sizes: dict[str, Any] = {}
         self._trained = False
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's LightningModule."""
+        return self._module
+
+    @property
+    def placed(self) -> PlacedModule:
+        """Where its weights live."""
+        return self._placed
 
     @property
     def is_placed(self) -> bool:
@@ -82,6 +97,12 @@ class Pipeline:
         """What this rank holds."""
         assert self._placed.held is not None, "no batch has been seen yet"
         return self._placed.held
+
+    @property
+    def holders(self) -> Mapping[str, frozenset[int]]:
+        """Stages that hold each parameter and buffer, by canonical name."""
+        assert self._placed.placement is not None, "no batch has been seen yet"
+        return self._placed.placement.holders
 
     def place(
         self, step: str, args: tuple[Any, ...], fitting: bool, show: Callable[[Plan], None]
@@ -95,15 +116,20 @@ class Pipeline:
                 if a validation comes first, such that its validation can follow.
             show: Called with the plan.
         """
+        require_same(step, args[0], self._mesh, self._device)
         cut = self._cut(args[0], step)
-        microbatch = cut_batch(args[0], cut)[0]
+        microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
         steps = ["training_step", "validation_step"] if fitting else [step]
         candidates = [
             Candidate(
                 name,
                 self._contexts[name],
-                microbatch,
-                args[1:] if name == step else arguments_after_batch(self._module, name),
+                Example(
+                    args[0],
+                    microbatch,
+                    rows,
+                    args[1:] if name == step else arguments_after_batch(self._module, name),
+                ),
                 name == step,
             )
             for name in steps
@@ -123,13 +149,18 @@ class Pipeline:
     def abandon(self) -> None:
         """Takes off what was put on the module, without talking to other ranks."""
         self._computed.remove()
+        self._writers.remove()
         self._engine.clear()
 
-    def put_back(self) -> None:
-        """Makes the module whole again on every rank."""
+    def pause(self) -> None:
+        """Ends a run and leaves the weights where they are."""
         self.abandon()
         if self.is_placed:
             self.share_buffers()
+
+    def put_back(self) -> None:
+        """Makes the module whole again on every rank."""
+        self.pause()
         self._placed.put_back()
 
     def run(
@@ -156,26 +187,30 @@ class Pipeline:
             The loss over the batch and what the step returned for the whole batch, equal on all
             ranks of the pipeline.
         """
+        require_same(step, args[0], self._mesh, self._device)
         self._trained |= trains
         work = self._prepare(step, args, trains, scale, accumulated, count)
         self._computed.inside_step = True
         try:
-            self._engine.run(work)
+            with self._mesh.within(Scope.REPLICAS):
+                self._engine.run(work)
             with stream(mix(self._seed, work.microbatches[0].seed), self._device):
                 work.metrics.finish()
         finally:
             self._computed.inside_step = False
+            self._module.__dict__.update(work.wholes)
         self._computed.forget()
         recorder, more = (work.recorder, _more(work)) if self._mesh.is_last else (None, None)
         weight = work.weight() if self._mesh.is_last else None
-        mark = checksum(args[0])
-        loss, weight, more = self._exchange(step, recorder, mark, work.loss(), weight, more)
+        loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
         if trains:
             self.held.reducer.weigh(weight)
         self._check_fingerprints(step)
-        output, appended = more or (None, {})
+        output, appended, assigned = more or (None, {}, {})
         for name, entries in appended.items():
             getattr(self._module, name).extend(entries)
+        for name, value in assigned.items():
+            setattr(self._module, name, value)
         return loss, output
 
     def _prepare(
@@ -192,17 +227,52 @@ class Pipeline:
         number = self._counters[step] = self._counters.get(step, 0) + 1
         seed = mix(self._seed, *step.encode(), number if count is None else count)
         metrics = StepMetrics(self._module)
-        recorder = LogRecorder(self._module, metrics)
-        microbatches, mode = [], self._mode()
-        for index, microbatch in enumerate(cut_batch(batch, cut)):
-            plan = self._plan(step, microbatch, rest, mode)
-            log = None if cut.is_filler(index) else recorder
-            own_seed = mix(seed, self._mesh.data_rank, index)
-            microbatches.append(Microbatch(microbatch, rest, plan, own_seed, log))
-        runners = self._runners_of(step)
+        recorder = LogRecorder(self._module, metrics, self._sizes.setdefault(step, {}))
+        batches = self._microbatches(batch, cut, step)
+        plans = self._plans_of(step, batch, batches, cut, rest)
+        carries = self._placed.carries
+        wholes = carries.wholes(frozenset().union(*(plan.reads for plan in plans)))
+        starts = carries.starts(wholes, cut.sizes)
+        microbatches = [
+            Microbatch(
+                microbatch,
+                rest,
+                plan,
+                mix(seed, self._mesh.data_rank, index),
+                None if cut.is_filler(index) else recorder,
+                starts[0 if cut.is_filler(index) else index],
+            )
+            for index, (microbatch, plan) in enumerate(zip(batches, plans, strict=True))
+        ]
         return StepPass(
-            microbatches, cut, trains, scale, accumulated, runners, self.held, recorder, metrics
+            microbatches,
+            cut,
+            trains,
+            scale,
+            accumulated,
+            self._runners_of(step),
+            self.held,
+            recorder,
+            metrics,
+            carries,
+            wholes,
         )
+
+    def _plans_of(
+        self, step: str, batch: Any, microbatches: list[Any], cut: Cut, rest: tuple[Any, ...]
+    ) -> list[StepPlan]:
+        starts, mode = self._placed.carries.likely_starts(step, cut.sizes), self._mode()
+
+        def plan(index: int, microbatch: Any) -> StepPlan:
+            number = 0 if cut.is_filler(index) else index
+            # Behind the number of the batch stands that of the loader, on which steps may depend.
+            key = (step, signature(microbatch), rest[1:], mode, signature(starts[number]))
+            example = Example(batch, microbatch, (cut.rows, cut.sizes[number]), rest)
+            context = self._contexts[step]
+            with patched([(self._module, *start) for start in starts[number].items()]):
+                return self._plans.get(key, lambda: self._placed.plan(step, example, context))
+
+        return [plan(index, microbatch) for index, microbatch in enumerate(microbatches)]
 
     def _runners_of(self, step: str) -> dict[int, Runner]:
         if step not in self._runners:
@@ -225,18 +295,23 @@ class Pipeline:
                 )
 
     def _cut(self, batch: Any, step: str) -> Cut:
-        rows = num_rows(batch, step)
         # BatchNorm refuses to normalise a single row in training.
         norms = (m for m in self._module.modules() if isinstance(m, _BatchNorm))
-        min_rows = 2 if any(m.training for m in norms) and rows > 1 else 1
-        real, total = self._options.schedule.choose_microbatches(
-            rows,
-            self._options.num_microbatches,
-            self._mesh.sizes.pipeline,
-            self._options.stages_per_rank,
-            min_rows,
-        )
-        return even_cut(rows, real, total)
+        min_rows = 2 if any(m.training for m in norms) else 1
+
+        def choose(rows: int) -> tuple[int, int]:
+            return self._options.schedule.choose_microbatches(
+                rows,
+                self._options.num_microbatches,
+                self._mesh.sizes.pipeline,
+                self._options.stages_per_rank,
+                min_rows if rows > 1 else 1,
+            )
+
+        return choose_cut(batch, step, loader_levels(self._module), choose, min_rows)
+
+    def _microbatches(self, batch: Any, cut: Cut, step: str) -> list[Any]:
+        return cut_together(batch, step, loader_levels(self._module), cut)
 
     def _mode(self) -> Hashable:
         """What a plan depends on besides shapes; equal on all ranks."""
@@ -247,18 +322,13 @@ class Pipeline:
             torch.is_inference_mode_enabled(),
         )
 
-    def _plan(self, step: str, microbatch: Any, rest: tuple[Any, ...], mode: Hashable) -> StepPlan:
-        # Behind the number of the batch stands that of the loader, on which steps may depend.
-        key = (step, signature(microbatch), rest[1:], mode)
-        context = self._contexts[step]
-        return self._plans.get(key, lambda: self._placed.plan(step, microbatch, rest, context))
-
 
 def _more(work: StepPass) -> Any:
     """What other ranks need of the last stage besides logs; ``None`` for the usual step."""
     output, appended = work.output(), work.appended_to_lists()
+    assigned = work.assigned_attributes()
     if work.trains:  # the loss travels by itself
         rest = dict(output) if isinstance(output, Mapping) else {}
         rest.pop("loss", None)
         output = rest or None
-    return (output, appended) if output is not None or appended else None
+    return (output, appended, assigned) if output is not None or appended or assigned else None

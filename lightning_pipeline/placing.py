@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.gradients import GradientReducer
-from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.plan import Plan, make_plan, stage_modules
 from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.splitting import (
@@ -28,6 +28,7 @@ from lightning_pipeline.splitting import (
 )
 from lightning_pipeline.steps import (
     Analyst,
+    Carries,
     PartitionSpec,
     Placement,
     StepPlan,
@@ -89,22 +90,37 @@ class Held:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
+class Example:
+    """What a step is surveyed on.
+
+    Attributes:
+        batch: The whole batch.
+        microbatch: The first microbatch of it.
+        rows: Rows of both.
+        rest: The step's further arguments.
+    """
+
+    batch: Any
+    microbatch: Any
+    rows: tuple[int, int]
+    rest: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A step that the model may be placed by.
 
     Attributes:
         step: Name of the step method.
         context: Its precision context.
-        microbatch: One microbatch.
-        rest: Its further arguments.
+        example: A batch for it.
         is_next: Whether it is about to run on this batch; others may fail on it.
     """
 
     step: str
     context: Context
-    microbatch: Any
-    rest: tuple[Any, ...]
+    example: Example
     is_next: bool
 
 
@@ -120,6 +136,7 @@ class PlacedModule:
 
     Attributes:
         analyst: Records the called modules.
+        carries: What the steps carry from batch to batch.
         placement: Where everything lives; ``None`` before the first batch.
         held: What this rank holds; ``None`` before the first batch.
     """
@@ -135,6 +152,7 @@ class PlacedModule:
         self._module, self._mesh, self._options = module, mesh, options
         self._device, self._seed = device, seed
         self.analyst = Analyst(module, mesh.num_stages, device)
+        self.carries = Carries(module)
         self.placement: Placement | None = None
         self.held: Held | None = None
 
@@ -146,7 +164,8 @@ class PlacedModule:
             on_placed: Called with the plan of the step that the model was placed by.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            surveys = self._surveys(candidates)
+            with self._mesh.within(Scope.ALONE):
+                surveys = self._surveys(candidates)
             placement = place(
                 self._module,
                 list(surveys.values()),
@@ -185,37 +204,49 @@ class PlacedModule:
         try:
             self._module.train(candidate.step == "training_step")
             with patched([(self._module, "_device", host)]):
-                return survey(
-                    self._module,
-                    candidate.step,
-                    move_data_to_device(candidate.microbatch, host),
-                    candidate.rest,
-                    analyst=analyst,
-                    context=candidate.context,
-                    device=host,
-                    seed=self._seed,
-                    made_up=False,
-                    only=self._options.module,
+                return self._survey(
+                    candidate.step, candidate.example, candidate.context, analyst, host, False
                 )
         finally:
             for child, training in modes:
                 child.training = training
 
-    def plan(self, step: str, microbatch: Any, rest: tuple[Any, ...], context: Context) -> StepPlan:
+    def _survey(
+        self,
+        step: str,
+        example: Example,
+        context: Context,
+        analyst: Analyst,
+        device: torch.device,
+        made_up: bool,
+    ) -> Survey:
+        """Surveys a step, a second time on the whole batch if it carries something unknown."""
+
+        def once(batch: Any) -> Survey:
+            return survey(
+                self._module,
+                step,
+                move_data_to_device(batch, device),
+                example.rest,
+                analyst=analyst,
+                context=context,
+                device=device,
+                seed=self._seed,
+                made_up=made_up,
+                only=self._options.module,
+            )
+
+        found, rows = once(example.microbatch), (example.rows[1], example.rows[0])
+        if rows[0] != rows[1] and self.carries.unknown(found.carried):
+            self.carries.learn(step, found.carried, once(example.batch).carried, rows)
+        return found
+
+    def plan(self, step: str, example: Example, context: Context) -> StepPlan:
         """Plans one signature of a step of the placed module."""
         assert self.placement is not None
-        found = survey(
-            self._module,
-            step,
-            microbatch,
-            rest,
-            analyst=self.analyst,
-            context=context,
-            device=self._device,
-            seed=self._seed,
-            made_up=self._mesh.sizes.pipeline > 1,
-            only=self._options.module,
-        )
+        made_up = self._mesh.sizes.pipeline > 1
+        with self._mesh.within(Scope.ALONE):
+            found = self._survey(step, example, context, self.analyst, self._device, made_up)
         return plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE)
 
     def _release(self, placement: Placement) -> Held:
@@ -259,6 +290,11 @@ class PlacedModule:
         ]
         reducer = GradientReducer(self._mesh, parameters, shared)
         return Held(parameters, buffers, counted, reducer)
+
+    def go_on(self) -> None:
+        """Moves what this rank still holds from an earlier run to the device again."""
+        if self.placement is not None:
+            self.held = self._release(self.placement)
 
     def put_back(self) -> None:
         """Makes the module whole again on every rank, from the ranks that hold its parts."""

@@ -6,12 +6,28 @@ import difflib
 from collections.abc import Sequence
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from lightning_pipeline.splitting import is_elsewhere, state_items
 
 
 def check_parameters(module: LightningModule) -> None:
@@ -29,12 +45,29 @@ def check_parameters(module: LightningModule) -> None:
             )
 
 
-def check_module(module: LightningModule, sync_batchnorm: bool) -> None:
+def check_whole(module: LightningModule) -> None:
+    """Refuses a module of which an earlier run left only a part on this rank.
+
+    Raises:
+        MisconfigurationException: If there is a placeholder in it.
+    """
+    name = next((name for *_, name, tensor in state_items(module) if is_elsewhere(tensor)), None)
+    if name is not None:
+        model = type(module).__name__
+        raise MisconfigurationException(
+            f"strategy='pipeline' must begin with a whole module, but {name!r} of {model} is on "
+            "another rank: an earlier run failed, or had PipelineStrategy(gather_after_run=False). "
+            f"Go on with the Trainer of that run, load a checkpoint into a new module, "
+            f"{model}.load_from_checkpoint(PATH), or set gather_after_run=True there."
+        )
+
+
+def check_module(module: LightningModule, layer_sync: LayerSync | None) -> None:
     """Refuses LightningModules whose optimization cannot be cut.
 
     Args:
         module: The user's LightningModule.
-        sync_batchnorm: Whether the Trainer was asked to synchronise BatchNorm.
+        layer_sync: What synchronises layers, as the Trainer was asked to.
 
     Raises:
         MisconfigurationException: If it uses something that a pipeline cannot run.
@@ -53,19 +86,81 @@ def check_module(module: LightningModule, sync_batchnorm: bool) -> None:
             "never be called. Remove the override; to change gradients use on_after_backward or "
             "configure_gradient_clipping."
         )
-    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+    if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:
+        raise MisconfigurationException(
+            f"strategy='pipeline' cannot run the plugin {type(layer_sync).__name__}: it "
+            "synchronises layers over all ranks, of which some hold other layers. Remove it from "
+            "Trainer(plugins=...); Trainer(sync_batchnorm=True) synchronises BatchNorm over "
+            "replicas."
+        )
+
+
+def check_callbacks(module: LightningModule) -> None:
+    """Refuses callbacks that need the whole model, or one device, in the middle of a run.
+
+    Args:
+        module: The user's LightningModule, connected to its Trainer.
+
+    Raises:
+        MisconfigurationException: If one of the Trainer's callbacks can't work on a part.
+    """
+    trainer = module.trainer
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"strategy='pipeline' cannot run the callback {name}: it waits for one device to "
+                "run out of memory, which would leave the other ranks waiting for ever. Remove it "
+                "from Trainer(callbacks=...) or do without Tuner.scale_batch_size, and set the "
+                "batch size of the DataLoader; num_microbatches decides how much of a batch is "
+                "in memory at once."
+            )
+        if trainer.state.fn != TrainerFn.FITTING:
+            continue
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"strategy='pipeline' cannot run the callback {name}: it ranks the weights of the "
+                "whole model and replaces parameters by others, but each rank holds a part of "
+                "them. Remove it from Trainer(callbacks=...), and prune the checkpoint of the run "
+                "on one device."
+            )
+        norms = StochasticWeightAveraging.pl_module_contains_batch_norm
+        if isinstance(callback, StochasticWeightAveraging) and norms(module):
+            raise MisconfigurationException(
+                f"strategy='pipeline' cannot run the callback {name} for a model with BatchNorm: "
+                "it ends with an epoch that only collects the statistics of whole batches, and a "
+                "pipeline sees microbatches. Use WeightAveraging, which averages the statistics "
+                "themselves, or another norm, e.g. nn.GroupNorm."
+            )
+
+
+def check_checkpoint_io(plugin: CheckpointIO) -> None:
+    """Refuses plugins that would not be asked, because every rank writes its part by itself.
+
+    Raises:
+        MisconfigurationException: If it is any but Lightning's own.
+    """
+    if type(plugin) is not TorchCheckpointIO:
+        raise MisconfigurationException(
+            "PipelineStrategy(save_distributed_checkpoint=True) writes folders without a "
+            f"CheckpointIO, so {type(plugin).__name__} would never be called. Remove it from "
+            "Trainer(plugins=...), or set save_distributed_checkpoint=False."
+        )
+
+
+def check_gathering(callbacks: Sequence[Callback]) -> None:
+    """Refuses callbacks that need the whole model when the run ends, if it stays spread.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise MisconfigurationException(
-                f"strategy='pipeline' cannot run the callback {type(callback).__name__}: it keeps "
-                "a second copy of the whole model on every rank. Remove it; "
-                "torch.optim.swa_utils can average the checkpoints of the run afterwards."
+                f"PipelineStrategy(gather_after_run=False) cannot run the callback "
+                f"{type(callback).__name__}: its averaged copy of the model is whole on every rank "
+                "when the run ends. Set gather_after_run=True or remove the callback."
             )
-    if sync_batchnorm:
-        raise MisconfigurationException(
-            "strategy='pipeline' cannot be combined with Trainer(sync_batchnorm=True): Lightning "
-            "would synchronise over all ranks, which hold different layers. Remove it; BatchNorm "
-            "then uses the statistics of each microbatch."
-        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -87,6 +182,20 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "on one device. Use an optimizer that treats each parameter by itself, e.g. "
                 "torch.optim.AdamW."
             )
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuses precisions that put modules of their own in the place of linear layers.
+
+    Raises:
+        MisconfigurationException: If it is one of them.
+    """
+    if isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision)):
+        raise MisconfigurationException(
+            f"strategy='pipeline' cannot run {type(plugin).__name__}: it replaces nn.Linear by "
+            "modules with weights and kernels of another library, which cannot be recorded and "
+            "cut. Use Trainer(precision='bf16-mixed') or another precision of torch's own."
+        )
 
 
 def check_module_name(module: LightningModule, name: str | None) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import re
 import signal
-import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,7 +13,6 @@ import rich
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -26,31 +21,36 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline import checkpoint as checkpoints
-from lightning_pipeline.axes import AxesStrategy
-from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.averaging import Averages
+from lightning_pipeline.batchnorm import restore, synchronise
 from lightning_pipeline.gradients import Parking
-from lightning_pipeline.hooks import sees_old_gradients
+from lightning_pipeline.hooks import sees_old_gradients, without_compilation
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
+from lightning_pipeline.monitoring import count_replicas, keep_examples_with_weights
 from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.placing import Context, Held, Options
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.refusals import (
+    check_callbacks,
+    check_checkpoint_io,
+    check_gathering,
     check_module,
     check_module_name,
     check_optimizers,
     check_parameters,
+    check_precision,
+    check_whole,
 )
+from lightning_pipeline.saving import SavingStrategy
 from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
-from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.sharing import share_random_state, share_state
 from lightning_pipeline.steps import random_state, set_random_state
 
-_LOST_PEER = re.compile("connection (closed|reset) by peer", re.IGNORECASE)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class PipelineStrategy(AxesStrategy):
+class PipelineStrategy(SavingStrategy):
     """Trains an unmodified LightningModule over devices that each hold a part of it.
 
     Example:
@@ -69,7 +69,10 @@ class PipelineStrategy(AxesStrategy):
         module: Dotted name of the module to cut; ``None``: found by itself.
         partition: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list of dotted names
             gives the module that begins each stage after the first.
-        save_distributed_checkpoint: Must be ``False``: a checkpoint is one plain Lightning file.
+        save_distributed_checkpoint: Whether a checkpoint is a folder into which every rank writes
+            what it holds; else it is one plain Lightning file. Both load into any layout.
+        gather_after_run: Whether the module is whole again on every rank after a run. With
+            ``False`` it stays spread: for the next run of the same Trainer, or for checkpoints.
         process_group_backend: As in Lightning's DDPStrategy.
         timeout: As in Lightning's DDPStrategy.
         start_method: As in Lightning's DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"``.
@@ -90,6 +93,7 @@ class PipelineStrategy(AxesStrategy):
         module: str | None = None,
         partition: Literal["auto", "uniform"] | Sequence[str] = "auto",
         save_distributed_checkpoint: bool = False,
+        gather_after_run: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -108,20 +112,24 @@ class PipelineStrategy(AxesStrategy):
             partition if isinstance(partition, str) else tuple(partition),
             module,
         )
-        if save_distributed_checkpoint:
+        if not gather_after_run and start_method != "popen":
             raise ValueError(
-                "save_distributed_checkpoint must be False, got True: checkpoints are one plain "
-                "Lightning file, gathered on global rank 0. Remove the argument."
+                "gather_after_run=False must go with start_method='popen', got "
+                f"{start_method!r}: the processes of the other methods end with the run, and with "
+                "them what they hold. Set start_method='popen' or gather_after_run=True."
             )
+        self._shards_checkpoints = save_distributed_checkpoint
+        self._gathers_after_run = gather_after_run
         if num_microbatches != "auto":
             require_count("num_microbatches", num_microbatches)
         if isinstance(pipeline_parallel_size, int):
             chosen.check(pipeline_parallel_size, stages_per_rank, num_microbatches)
-        self._pipeline: Pipeline | None = None
         self._parking = Parking()
         self._parks = False
         self._norm: WholeNorm | None = None
-        self._failed = False
+        self._averages: Averages | None = None
+        self._synchronised: list[tuple[torch.nn.Module, type]] = []
+        self._end_examples: Callable[[], None] = lambda: None
         self.plan: Plan | None = None
 
     # environment
@@ -139,15 +147,24 @@ class PipelineStrategy(AxesStrategy):
 
     @override
     def setup_environment(self) -> None:
-        sizes, options = self._check_sizes(), self._options
+        sizes, options, module = self._check_sizes(), self._options, self.lightning_module
+        if module is not None:
+            check_callbacks(module)
         state = random_state()
         super().setup_environment()
-        set_random_state(state)  # Lightning's reset of the seed would shuffle unlike one device
+        if sizes.data == 1:  # Lightning's reset of the seed, for DDP, shuffles unlike one device
+            set_random_state(state)
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
             mesh.build_groups(self._timeout)
             self._mesh = mesh
             atexit.register(mesh.leave)  # Lightning does so for NCCL alone
+        self._begin()
+        if module is not None:  # its callbacks are about to be set up
+            if self._averages is not None:
+                self._averages.abandon()
+            callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+            self._averages = Averages(callbacks, module, self.mesh, self.root_device)
 
     # setup
 
@@ -155,28 +172,48 @@ class PipelineStrategy(AxesStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._failed = False
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        without_compilation(module)
+        kept = self._kept_pipeline(module)
         check_module_name(module, self._options.module)
         check_parameters(module)
+        check_precision(self.precision_plugin)
+        if self._shards_checkpoints:
+            check_checkpoint_io(self.checkpoint_io)
+        if not self._gathers_after_run:
+            check_gathering(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting:
-            check_module(module, self._layer_sync is not None)
+            check_module(module, self._layer_sync)
+            everything = self._layer_sync is not None and self.mesh.sizes.data > 1
+            self._synchronised = synchronise(module, self.mesh, everything)
         if self.mesh.sizes.data == 1:
             # Lightning's injected DistributedSampler always shuffles in training.
             trainer._accelerator_connector.use_distributed_sampler = False
-        self._share_random_state()
+        share_random_state(self.mesh, self.root_device)
         self.precision_plugin.convert_module(module)
-        self._share_state(module)
+        assert self._averages is not None
+        for copy in (module, *self._averages.copies):
+            share_state(copy, self.mesh, self.root_device)
         self.model_to_device()
-        self._pipeline = self._make_pipeline(module)
+        self._end_examples = keep_examples_with_weights(module)
+        count_replicas(trainer.callbacks, self.mesh.sizes)  # type: ignore[attr-defined]
+        self._pipeline = self._make_pipeline(module, kept)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             self._norm = WholeNorm(self.mesh, self._what_is_held, self.root_device)
 
-    def _make_pipeline(self, module: pl.LightningModule) -> Pipeline:
+    def _kept_pipeline(self, module: pl.LightningModule) -> Pipeline | None:
+        """The pipeline of an earlier run that left the module spread."""
+        kept = self._pipeline
+        if kept is not None and kept.is_placed and kept.module is module:
+            return kept
+        check_whole(module)
+        return None
+
+    def _make_pipeline(self, module: pl.LightningModule, kept: Pipeline | None) -> Pipeline:
         plugin = self.precision_plugin
         contexts: tuple[Context, ...] = (
             plugin.train_step_context,
@@ -186,28 +223,15 @@ class PipelineStrategy(AxesStrategy):
         )
         seed = self.broadcast(torch.initial_seed() % 2**62)
         context = dict(zip(_STEPS, contexts, strict=True))
-        return Pipeline(module, self.mesh, self._options, self.root_device, seed, context)
-
-    def _share_state(self, module: pl.LightningModule) -> None:
-        """Starts every rank with the weights of global rank 0, which stay where they are."""
-        for tensor in {id(t): t for *_, t in state_items(module)}.values():
-            value = tensor.data.to(self.root_device).contiguous()
-            dist.broadcast(value, 0)
-            tensor.data.copy_(value)
-
-    def _share_random_state(self) -> None:
-        """Lets ranks of one pipeline shuffle alike, with or without a seed."""
-        box = [random_state()]
-        group, source = self.mesh.pipeline_group, self.mesh.last_rank
-        dist.broadcast_object_list(box, source, group)
-        set_random_state(box[0])
-        if self.root_device.type == "cuda":
-            torch.cuda.manual_seed(torch.initial_seed())
+        placed = None if kept is None else kept.placed
+        return Pipeline(module, self.mesh, self._options, self.root_device, seed, context, placed)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
+        if self._what_is_held() is not None:  # an earlier run left the module spread
+            self._drop_foreign_state()
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -288,28 +312,17 @@ class PipelineStrategy(AxesStrategy):
         with self._failing_together():
             return pipeline.run(step, args, trains=False)[1]
 
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Notes a failure before callbacks hear of it: none may wait for other ranks any more."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed = True
-            if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-                raise PipelineError(
-                    f"Rank {self.global_rank} lost its connection to another rank, which has "
-                    "failed or was ended. That rank's own error is in its output."
-                ) from error
-            raise
-
     def _placed(self, step: str, args: tuple[Any, ...]) -> tuple[pl.LightningModule, Pipeline]:
         """The module and its pipeline, placed by the first batch of the run."""
         module, pipeline = self.lightning_module, self._pipeline
         assert module is not None and pipeline is not None
         if not pipeline.is_placed:
+            self._end_examples()
             fitting = module.trainer.state.fn == TrainerFn.FITTING
             with self._failing_together():
                 pipeline.place(step, args, fitting, self._show)
+                assert self._averages is not None
+                self._averages.release(pipeline.holders)
             self._drop_foreign_state()
         return module, pipeline
 
@@ -322,55 +335,12 @@ class PipelineStrategy(AxesStrategy):
         for note in plan.notes:
             rank_zero_warn(note)
 
-    def _drop_foreign_state(self) -> None:
-        """Optimizer state of parameters that are elsewhere goes, the rest follows its parameter."""
-        for optimizer in self.optimizers:
-            for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
-                del optimizer.state[parameter]
-        _optimizers_to_device(self.optimizers, self.root_device)
-
-    # checkpoints
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        checkpoints.load(self.lightning_module, checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # Not to the device yet: before the first batch this is the state of the whole model.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-        if self._pipeline is not None and self._pipeline.is_placed:
-            self._drop_foreign_state()
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if self._failed:
-            raise PipelineError(
-                f"No checkpoint is written to {filepath}: a rank of the pipeline has failed, and "
-                "the others' parts of the model cannot be had any more. Continue from the last "
-                "checkpoint."
-            )
-        whole = checkpoints.gather(checkpoint, self.mesh)
-        if whole is not None:
-            super().save_checkpoint(whole, filepath, storage_options)
-        self.barrier()
-
     # end
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-        if not isinstance(exception, KeyboardInterrupt) and not self.is_global_zero:
-            text = "".join(traceback.format_exception(exception))
-            sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
-            sys.stderr.flush()
-
-    @override
     def teardown(self) -> None:
+        self._end_examples()
+        restore(self._synchronised)
         if self._norm is not None:
             self._norm.remove()
             self._norm = None
@@ -381,13 +351,21 @@ class PipelineStrategy(AxesStrategy):
                 self._launcher.kill(signal.SIGKILL)
             if self._pipeline is not None:
                 self._pipeline.abandon()
+                self._pipeline = None
+            if self._averages is not None:
+                self._averages.abandon()
             self.precision_plugin.teardown()
             assert self.accelerator is not None
             self.accelerator.teardown()
             return
-        if self._pipeline is not None:
+        if self._pipeline is not None and self._gathers_after_run:
             self._pipeline.put_back()
             self._pipeline = None
+        elif self._pipeline is not None:
+            self._pipeline.pause()
+        if self._averages is not None:
+            self._averages.put_back()
+            self._averages = None
         super().teardown()
 
     @classmethod

@@ -47,6 +47,7 @@ WHOLE_CLASSES = (
     "RecursiveScriptModule",
     "TopLevelTracedModule",
     "FullyShardedDataParallel",
+    "ReplicatedBatchNorm",
 )
 """Classes whose inside is compiled or managed by someone else."""
 

@@ -206,7 +206,8 @@ def _error(operation: str, arguments: Any) -> ElsewhereError:
         f"{operation!r} needs the {kind} {found.elsewhere_name!r}, which is on "
         f"{_stages(found)} of the pipeline and not on this one. Use it in the step or in the "
         "forward of a module, where it is seen before the weights are placed, or after the run, "
-        "when the module is whole again"
+        "when the module is whole again. After a run with PipelineStrategy(gather_after_run=False) "
+        "it is not: load a checkpoint into a new module, Model.load_from_checkpoint(PATH)"
     )
 
 

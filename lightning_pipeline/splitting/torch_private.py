@@ -1,4 +1,4 @@
-"""The private names of torch that splitting needs, in one place; tested with torch 2.13."""
+"""The private names of torch that are needed, in one place; tested with torch 2.13."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _rebuild_meta_tensor_no_storage
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -40,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionBase",
     "TorchDispatchMode",
+    "default_store",
     "disable_current_modes",
     "flop_registry",
     "flush_flat_weights",

@@ -1,6 +1,7 @@
 """The user's step: its calls surveyed, placed on stages, and run part by part."""
 
 from lightning_pipeline.steps.analyst import Analyst
+from lightning_pipeline.steps.carrying import Carries
 from lightning_pipeline.steps.patches import patched
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.plan import (
@@ -17,6 +18,7 @@ from lightning_pipeline.steps.survey import Survey, survey
 
 __all__ = [
     "Analyst",
+    "Carries",
     "Microbatch",
     "PartitionSpec",
     "Placement",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -12,7 +13,6 @@ from lightning_pipeline.boundary import leaves_of
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting import state_items
 from lightning_pipeline.steps.call import Call
-from lightning_pipeline.steps.patches import plain_attributes
 from lightning_pipeline.steps.pending import TensorMeta
 
 
@@ -65,20 +65,34 @@ def refuse_writes(
         )
 
 
-def refuse_counting(module: LightningModule, step: str, before: dict[str, Any]) -> None:
-    """Refuses a step that changes numbers or texts on the LightningModule.
+@contextmanager
+def attributes_noted(module: LightningModule) -> Iterator[dict[str, Any]]:
+    """Notes which attributes of ``module`` are read before they are first set, with their values.
 
-    Raises:
-        StepError: Naming one of them.
+    Python asks the class alone about reads, so it is another one for the block.
     """
-    for name, value in plain_attributes(module).items():
-        if name in before and before[name] != value:
-            raise StepError(
-                f"{step} changes self.{name} from {before[name]!r} to {value!r}. A step runs once "
-                "a microbatch on every stage, so the change would happen several times, and not "
-                "equally on all ranks. Change it in a hook, e.g. on_train_batch_end, or count with "
-                "a torchmetrics object."
-            )
+    kind = type(module)
+    read: dict[str, Any] = {}
+    written: set[str] = set()
+
+    def get(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if not name.startswith("__") and name not in written and name in self.__dict__:
+            read.setdefault(name, value)
+        return value
+
+    def put(self: Any, name: str, value: Any) -> None:
+        written.add(name)
+        kind.__setattr__(self, name, value)
+
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(
+        kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **same}
+    )
+    try:
+        yield read
+    finally:
+        module.__class__ = kind
 
 
 def drop_unused_gradients(

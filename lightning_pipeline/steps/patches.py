@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.pending import Pending, TensorMeta
 
 _MISSING = object()
@@ -57,17 +60,62 @@ def targets(
     return found
 
 
-def plain_attributes(module: LightningModule) -> dict[str, Any]:
-    """Numbers and texts that the user keeps on the LightningModule."""
-    return {
-        name: value
+def assigned_attributes(module: LightningModule, before: dict[str, Any]) -> tuple[str, ...]:
+    """Names that a step has set on the LightningModule to values that can be sent.
+
+    Args:
+        module: The user's LightningModule.
+        before: Its attributes before the step.
+    """
+    sendable = (type(None), bool, int, float, str, Tensor, np.ndarray)
+    return tuple(
+        name
         for name, value in module.__dict__.items()
-        if type(value) in (bool, int, float, str) and not name.startswith("_")
-    }
+        if before.get(name, _MISSING) is not value
+        and all(isinstance(leaf, sendable) for leaf in pytree.tree_leaves(value))
+    )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for what only tells the user something."""
+
+
+class _SilentLogger:
+    """A logger that says what it is and logs nothing."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger, self.experiment = logger, DummyExperiment()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._logger, name)
+        return _nothing if callable(value) and name.startswith(("log_", "save")) else value
+
+
+def past_compilation(child: nn.Module, inside: Callable[[], bool]) -> list[tuple[object, str, Any]]:
+    """The patch under which the call of a module that was compiled in place can be cut.
+
+    Such a module, `net.compile()`, is not called through its own forward.
+
+    Args:
+        child: Any module.
+        inside: Whether a call is being run, so that this one is a call inside it.
+    """
+    compiled = child._compiled_call_impl
+    if compiled is None:
+        return []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if inside() else child._call_impl)(*args, **kwargs)
+
+    return [(child, "_compiled_call_impl", called)]
 
 
 def silenced(module: LightningModule, readable: bool = False) -> list[tuple[object, str, Any]]:
-    """Patches under which logging and metrics of a step do nothing.
+    """Patches under which logging, printing and metrics of a step do nothing.
 
     Args:
         module: The user's LightningModule.
@@ -79,7 +127,14 @@ def silenced(module: LightningModule, readable: bool = False) -> list[tuple[obje
         device = torch.device("cpu")
         return meta.fill(float("nan"), device) if readable else Pending.like(meta, device)
 
-    changes: list[tuple[object, str, Any]] = [(module, "log", lambda *args, **kwargs: None)]
+    changes: list[tuple[object, str, Any]] = [
+        (module, "log", _nothing),
+        (module, "print", _nothing),
+    ]
+    trainer = module.__dict__.get("_trainer")
+    if trainer is not None:
+        changes += [(trainer, "print", _nothing)]
+        changes += [(trainer, "_loggers", [_SilentLogger(logger) for logger in trainer.loggers])]
     for child in module.modules():
         if isinstance(child, Metric):
             changes += [(child, method, nothing) for method in ("forward", "update", "compute")]

@@ -71,6 +71,8 @@ class StepPlan:
         last_call: Index of the last call that each stage has a part in, -1 for none.
         writes_batch: Whether the step writes to its batch.
         grown: Names of the LightningModule's lists that the step appends to.
+        assigned: Names of the LightningModule's other attributes that the step sets.
+        reads: Names of its attributes that the step reads.
         targets: The modules whose calls are cut, with their names.
         stage_cost: Seconds of each stage, forward and backward.
         stage_names: Module names of each stage's pieces.
@@ -83,6 +85,8 @@ class StepPlan:
     cuts: list[list[int]]
     writes_batch: bool
     grown: tuple[str, ...]
+    assigned: tuple[str, ...]
+    reads: frozenset[str]
     targets: list[tuple[str, nn.Module]]
     stage_cost: list[float]
     stage_names: list[list[str]]
@@ -289,6 +293,8 @@ def plan_step(
         by_call,
         survey.writes_batch,
         survey.grown,
+        survey.assigned,
+        survey.reads,
         survey.targets,
         _stage_costs(order, cuts),
         [names[a:b] for a, b in pairwise(bounds)],

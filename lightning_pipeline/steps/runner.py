@@ -21,7 +21,7 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import PLAIN, signature_of
 from lightning_pipeline.steps.call import Call
-from lightning_pipeline.steps.patches import patched, silenced
+from lightning_pipeline.steps.patches import past_compilation, patched, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, stream
@@ -43,6 +43,7 @@ class Microbatch:
         plan: What each stage does with it.
         seed: Seed of the step's random numbers, equal on every stage.
         log: Replaces ``LightningModule.log`` on the last stage.
+        starts: Attributes of the LightningModule that it starts from.
     """
 
     batch: Any
@@ -50,6 +51,7 @@ class Microbatch:
     plan: StepPlan
     seed: int
     log: Callable[..., None] | None
+    starts: dict[str, Any] = field(default_factory=dict)
 
 
 def fingerprint(args: Any) -> Tensor:
@@ -92,6 +94,7 @@ class Runner:
     Attributes:
         mismatches: One flag tensor per compared fingerprint, with the call's name.
         appended: What the last run of the step appended to the module's lists; taken off again.
+        assigned: What it set other attributes of the module to.
     """
 
     module: LightningModule
@@ -100,6 +103,7 @@ class Runner:
     device: torch.device
     mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
     appended: dict[str, list[Any]] = field(default_factory=dict)
+    assigned: dict[str, Any] = field(default_factory=dict)
     _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
 
     def __call__(
@@ -167,6 +171,8 @@ class Runner:
             (child, "forward", self._interceptor(name, child, microbatch, progress))
             for name, child in plan.targets
         ]
+        for _, child in plan.targets:
+            changes += past_compilation(child, lambda: progress.busy)
         if not is_last or microbatch.log is None:
             # A filler on the last stage runs to its end, where a step may read its metrics.
             self._silenced = self._silenced or silenced(module, readable=is_last)
@@ -175,6 +181,9 @@ class Runner:
             changes.append((module, "log", microbatch.log))
         lists = [(name, getattr(module, name)) for name in plan.grown]
         lengths = [len(entries) for _, entries in lists]
+        attributes = module.__dict__
+        attributes.update(microbatch.starts)
+        before = {name: attributes.get(name, self) for name in plan.assigned}
         try:
             with stream(microbatch.seed, self.device), self.context(), patched(changes):
                 returned = getattr(module, plan.step)(batch, *microbatch.rest)
@@ -185,6 +194,16 @@ class Runner:
             for (name, entries), length in zip(lists, lengths, strict=True):
                 self.appended[name] = entries[length:]
                 del entries[length:]
+            self.assigned = {
+                name: attributes[name]
+                for name, value in before.items()
+                if name in attributes
+                and (
+                    name in microbatch.starts
+                    or attributes[name] is not value
+                    or isinstance(value, PLAIN)
+                )
+            }
         self._check_complete(plan, progress, is_last)
         return returned
 

@@ -18,20 +18,23 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied, leaves
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
+from lightning_pipeline.merging import detached
 from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, signature_of
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.carrying import Observed
 from lightning_pipeline.steps.checks import (
+    attributes_noted,
     drop_unused_gradients,
     no_calls,
-    refuse_counting,
     refuse_writes,
 )
 from lightning_pipeline.steps.patches import (
+    assigned_attributes,
+    past_compilation,
     patched,
-    plain_attributes,
     silenced,
     targets,
     untouched,
@@ -51,6 +54,9 @@ class Survey:
             before the first use.
         writes_batch: Whether the step writes in place to its batch.
         grown: Names of the LightningModule's lists that the step appends to.
+        assigned: Names of the LightningModule's other attributes that the step sets.
+        reads: Names of its attributes that the step reads before it sets them, if it does.
+        carried: Those that are in both, as they were before and behind the step.
         targets: The modules whose calls are cut, with their names.
         error: What the step raised behind its last call, for later messages.
     """
@@ -59,6 +65,9 @@ class Survey:
     used: dict[str, int]
     writes_batch: bool
     grown: tuple[str, ...]
+    assigned: tuple[str, ...]
+    reads: frozenset[str]
+    carried: dict[str, Observed]
     targets: list[tuple[str, nn.Module]]
     error: Exception | None
 
@@ -80,7 +89,7 @@ class _Surveyor:
         self.versions: list[list[tuple[Tensor, int]]] = []
         self.arguments: list[list[Tensor]] = []
         self.leaves: list[list[Tensor]] = []
-        self._inside = False
+        self.inside = False
         self._stand_ins = self._make_stand_ins()
         self.taint: Taint | None = None
 
@@ -106,15 +115,15 @@ class _Surveyor:
         forward = module.forward
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            if self.inside:
                 return forward(*args, **kwargs)
             assert self.taint is not None
-            self._inside, self.taint.off = True, True
+            self.inside, self.taint.off = True, True
             self.show_stand_ins(False)
             try:
                 return self._call(name, module, forward, args, kwargs)
             finally:
-                self._inside, self.taint.off = False, False
+                self.inside, self.taint.off = False, False
                 self.show_stand_ins(True)
 
         return observed
@@ -258,14 +267,18 @@ def _survey(
         run = _Surveyor(module, analyst, analyst.ambient(), device, made_up)
         run.taint = Taint(module, lambda: len(run.calls))
         cut_at = targets(module, opaque_forward, only)
+        wrapped: list[tuple[object, str, Any]]
         wrapped = [(m, "forward", run.wrap(n, m)) for n, m in cut_at]
+        for _, m in cut_at:
+            wrapped += past_compilation(m, lambda: run.inside)
         state = {name: tensor for *_, name, tensor in state_items(module)}
         run.show_stand_ins(True)
         lengths = {k: len(v) for k, v in module.__dict__.items() if type(v) is list}
-        numbers = plain_attributes(module)
+        attributes = dict(module.__dict__)
         returned: Any = None
         try:
-            with patched([*wrapped, *silenced(module, readable=True)]), run.taint:
+            patches = patched([*wrapped, *silenced(module, readable=True)])
+            with patches, run.taint, attributes_noted(module) as read:
                 returned = getattr(module, step)(batch, *rest)
         except PipelineError:
             raise
@@ -275,12 +288,18 @@ def _survey(
             run.show_stand_ins(False)
         assert run.taint is not None
         refuse_writes(module, step, run.calls, run.taint.written, state)
-        refuse_counting(module, step, numbers)
         grown = tuple(
             name
             for name, length in lengths.items()
             if type(entries := module.__dict__.get(name)) is list and len(entries) > length
         )
+        assigned = assigned_attributes(module, attributes)
+        carried = {
+            name: Observed(read[name], detached(after), run.taint.is_made(after))
+            for name in assigned
+            if name in read
+            for after in [module.__dict__[name]]
+        }
         drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
     if not run.calls:
         raise no_calls(module, step, error) from error
@@ -291,4 +310,14 @@ def _survey(
     for name, before in run.taint.used.items():
         used[canonical[name]] = min(before, used.get(canonical[name], before))
     writes_batch = any(tensor._version != version for tensor, version in batch_versions)
-    return Survey(run.calls, used, writes_batch, grown, cut_at, error)
+    return Survey(
+        run.calls,
+        used,
+        writes_batch,
+        grown,
+        assigned,
+        frozenset(read),
+        carried,
+        cut_at,
+        error,
+    )

@@ -35,6 +35,10 @@ class Taint(TorchFunctionMode):
         """Calls that ``tree`` may depend on, values read into Python included."""
         return self._read.union(*(self._sources.get(id(t), frozenset()) for t in tensors(tree)))
 
+    def is_made(self, tree: Any) -> bool:
+        """Whether a tensor in ``tree`` comes from a call."""
+        return any(self._sources.get(id(t)) for t in tensors(tree))
+
     def mark(self, tree: Any, calls: frozenset[int]) -> None:
         for tensor in tensors(tree):
             self._sources[id(tensor)] = calls | self._sources.get(id(tensor), frozenset())

@@ -93,14 +93,14 @@ class Script:
 
 
 def distance(run: Run, reference: Run) -> float:
-    """Largest difference of a parameter or buffer, relative to its largest element."""
+    """Largest difference of a parameter or buffer, relative to its largest; infinite with a NaN."""
     assert list(run.state) == list(reference.state)
     differences = [0.0]
     for name, expected in reference.state.items():
         scale = expected.abs().max().clamp_min(1e-6) if expected.numel() else 1.0
         difference = (run.state[name] - expected).abs().max() / scale if expected.numel() else 0.0
         differences.append(float(difference))
-    return max(differences)
+    return max(differences) if all(d == d for d in differences) else float("inf")
 
 
 def rows(count: int, *shape: int, seed: int = 7) -> Tensor:

@@ -8,6 +8,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from torch import nn
 
 from lightning_pipeline import PipelineStrategy
@@ -180,12 +185,6 @@ def test_refused_on_every_rank(case):
     assert all(told) if case in EVERYWHERE else any(told), caught.value
 
 
-def test_sync_batchnorm_is_refused():
-    script = Script(BatchNormCNN, lambda: images(32), trainer={"sync_batchnorm": True})
-    with pytest.raises(RankFailed, match=r"sync_batchnorm=True.*each microbatch"):
-        script.pipelined(2, deadline=30)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -226,3 +225,25 @@ def test_error_of_the_user_keeps_its_own_type_and_line():
     script = Script(Broken, lambda: vectors(96), trainer={"limit_val_batches": 0})
     with pytest.raises(RankFailed, match=r"KeyError: 'my own mistake'"):
         script.pipelined(2, deadline=30)
+
+
+CALLBACKS = {
+    "ModelPruning": (Perceptron, lambda: ModelPruning("l1_unstructured", amount=0.5), "one device"),
+    "BatchSizeFinder": (Perceptron, BatchSizeFinder, "batch size of the DataLoader"),
+    "StochasticWeightAveraging": (
+        BatchNormCNN,
+        lambda: StochasticWeightAveraging(0.01),
+        "model with BatchNorm.*nn.GroupNorm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callback_is_refused_with_a_cure(name):
+    model, callback, cure = CALLBACKS[name]
+    data = images if model is BatchNormCNN else vectors
+    refused = Script(model, lambda: data(32), trainer={"callbacks": [callback()]})
+    text = rf"(?s)MisconfigurationException: strategy='pipeline' cannot run the callback {name}.*"
+    with pytest.raises(RankFailed, match=text + cure) as caught:
+        refused.pipelined(2, deadline=30)
+    assert str(caught.value).count("cannot run the callback") >= 2, "a rank was not told"

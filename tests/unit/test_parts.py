@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch import nn
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.logs import LogRecorder
+from lightning_pipeline.merging import merge
 from lightning_pipeline.metrics import _APART, StepMetrics, _join
-from lightning_pipeline.passes import merge_outputs
 from lightning_pipeline.steps import mix, patched, stream
 from lightning_pipeline.steps.pending import Pending, TensorMeta
 from tests.models.modules import Perceptron
@@ -61,16 +62,46 @@ def test_parking():
     assert a.grad.item() == 11 and b.grad.item() == 2
 
 
-def test_merged_outputs():
-    outputs = [
-        {"rows": torch.ones(2, 3), "mean": torch.tensor(1.0), "name": "a", "odd": torch.ones(1)},
-        {"rows": torch.zeros(1, 3), "mean": torch.tensor(4.0), "name": "a", "odd": torch.ones(4)},
-    ]
-    merged = merge_outputs(outputs, [2, 1], [2 / 3, 1 / 3])
-    assert merged["rows"].shape == (3, 3) and merged["mean"] == 2 and merged["name"] == "a"
-    assert [len(part) for part in merged["odd"]] == [1, 4]
-    assert merge_outputs([None, None], [2, 1], [2 / 3, 1 / 3]) is None
-    assert merge_outputs([{"a": 1}, {"b": 1}], [1, 1], [0.5, 0.5]) == [{"a": 1}, {"b": 1}]
+@dataclasses.dataclass
+class Answer:
+    rows: torch.Tensor
+    texts: list[str]
+
+
+ROWS = torch.arange(9.0).view(3, 3)
+MERGED = {
+    "rows": ([ROWS[:2], ROWS[2:]], ROWS),
+    "arrays": ([ROWS[:2].numpy(), ROWS[2:].numpy()], ROWS.numpy()),
+    "texts": ([["a", "b"], ["c"]], ["a", "b", "c"]),
+    "dicts of samples": ([[{"n": 1}, {"n": 2}], [{"n": 3}]], [{"n": 1}, {"n": 2}, {"n": 3}]),
+    "boxes of samples": ([[ROWS[:1], ROWS], [ROWS]], [ROWS[:1], ROWS, ROWS]),
+    "columns": ([[ROWS[:2], ROWS[:2]], [ROWS[2:], ROWS[2:]]], [ROWS, ROWS]),
+    "single numbers": ([torch.tensor(1.0), torch.tensor(4.0)], torch.tensor(2.0)),
+    "floats": ([1.0, 4.0], 2.0),
+    "numbers of samples": ([2, 1], 3),
+    "equal": (["a", "a"], "a"),
+    "unequal": (["a", "b"], ["a", "b"]),
+    "nothing": ([None, None], None),
+    "other shapes": ([ROWS[:1], ROWS], [ROWS[:1], ROWS]),
+    "other keys": ([{"a": 1}, {"b": 1}], [{"a": 1}, {"b": 1}]),
+    "dataclass": ([Answer(ROWS[:2], ["a", "b"]), Answer(ROWS[2:], ["c"])], Answer(ROWS, [*"abc"])),
+    "nested": ([{"x": (ROWS[:2], None)}, {"x": (ROWS[2:], None)}], {"x": (ROWS, None)}),
+}
+
+
+@pytest.mark.parametrize(("values", "joined"), MERGED.values(), ids=MERGED)
+def test_what_microbatches_made_is_joined(values, joined):
+    def plain(value):
+        if dataclasses.is_dataclass(value):
+            value = vars(value)
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return ["tensor", type(value).__name__, value.tolist()]
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    merged = merge(values, [2, 1], [2 / 3, 1 / 3])
+    assert type(merged) is type(joined) and plain(merged) == plain(joined)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +156,7 @@ def test_metrics_see_whole_batches():
 
 def test_logs_are_weighted_by_rows():
     module = Measured()
-    recorder = LogRecorder(module, StepMetrics(module))
+    recorder = LogRecorder(module, StepMetrics(module), {})
     for rows, value in ((3, 1.0), (1, 5.0)):
         recorder.rows = rows
         recorder("mean", torch.tensor(value))

@@ -1,0 +1,177 @@
+"""Weight averaging callbacks: their copy of the module is spread over the ranks as the module is.
+
+Lightning's callbacks copy the whole module in their ``setup`` and walk through both, parameter by
+parameter. Here each rank keeps the part of the copy that belongs to its part of the module, and
+the walks see what is held. This is the one file that knows the private names of these callbacks,
+as they are in Lightning 2.6: ``_average_model``, ``_device``, ``_swap_models`` and
+``_copy_average_to_current``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.splitting import (
+    canonical_names,
+    is_elsewhere,
+    release,
+    restore,
+    state_items,
+)
+from lightning_pipeline.steps import patched
+
+_HOST = torch.device("cpu")
+
+
+class Averages:
+    """The copies of a module that weight averaging callbacks keep.
+
+    It must be made before the callbacks are set up, so that they copy to the host: a device need
+    not hold the whole model.
+
+    Args:
+        callbacks: All callbacks of the run.
+        module: The user's LightningModule.
+        mesh: The rank's place, groups built.
+        device: The rank's device, where copies go that were not asked to be elsewhere.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[Callback],
+        module: LightningModule,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        kinds = (WeightAveraging, StochasticWeightAveraging)
+        self._callbacks: list[Any] = [c for c in callbacks if isinstance(c, kinds)]
+        self._asked: list[tuple[WeightAveraging, Any]] = []
+        self._holders: Mapping[str, frozenset[int]] = {}
+        self._undo: list[Callable[[], None]] = []
+        for callback in self._callbacks:
+            if isinstance(callback, WeightAveraging):
+                self._asked.append((callback, callback._device))
+                callback._device = callback._device or _HOST
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        """The copies that exist, each with the names of the module."""
+        models = [(c, c._average_model) for c in self._callbacks if c._average_model is not None]
+        return [m.module if isinstance(c, WeightAveraging) else m for c, m in models]
+
+    def release(self, holders: Mapping[str, frozenset[int]]) -> None:
+        """Lets go of what the module's placement puts elsewhere; the rest stays in step with it.
+
+        Args:
+            holders: Stages that hold each tensor of the module, by canonical name.
+        """
+        self._holders = holders
+        here = set(self._mesh.stages)
+        stages = {name: tuple(sorted(held)) for name, held in holders.items()}
+        with torch.inference_mode(False):
+            for copy in self.copies:
+                release(copy, lambda name: bool(here & set(stages.get(name, here))), stages)
+            for callback, asked in self._asked:
+                if asked is None and callback._average_model is not None:
+                    callback._average_model.to(self._device)
+        for callback in self._callbacks:
+            if callback._average_model is not None:
+                self._narrow(callback)
+
+    def _narrow(self, callback: Any) -> None:
+        average = callback._average_model
+        modules: list[nn.Module]
+        if isinstance(callback, WeightAveraging):
+            modules = [self._module, average, average.module]
+            walks = [
+                (average, "update_parameters"),
+                (callback, "_swap_models"),
+                (callback, "_copy_average_to_current"),
+            ]
+        else:
+            modules = [self._module, average]
+            walks = [(callback, "update_parameters"), (callback, "transfer_weights")]
+        for owner, name in walks:
+            owner.__dict__[name] = _over_held(getattr(owner, name), modules)
+            self._undo.append(functools.partial(owner.__dict__.pop, name, None))
+        for module in {id(m): m for m in modules}.values():
+            self._undo += [handle.remove for handle in _load_held(module)]
+
+    def put_back(self) -> None:
+        """Makes the copies whole again on every rank, on the host."""
+        self.abandon()
+        with torch.inference_mode(False), torch.no_grad():
+            for copy in self.copies if self._holders else ():
+                canonical = canonical_names(copy)
+                for *_, name, tensor in list(state_items(copy)):
+                    if canonical[name] == name and name in self._holders:
+                        self._fetch(tensor, self._mesh.holder_ranks(self._holders[name])[0])
+                copy.to(_HOST)
+        self._holders = {}
+
+    def _fetch(self, tensor: Tensor, owner: int) -> None:
+        if is_elsewhere(tensor):
+            value = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        else:
+            value = tensor.data.to(self._device).contiguous()
+        dist.broadcast(value, owner, self._mesh.pipeline_group)
+        if is_elsewhere(tensor):
+            restore(tensor, value.to(_HOST))
+
+    def abandon(self) -> None:
+        """Takes off what was put on the callbacks, without talking to other ranks."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        for callback, asked in self._asked:
+            callback._device = asked
+        self._asked = []
+
+
+def _over_held(walk: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
+    """``walk``, for which the modules have the parameters and buffers of this rank only."""
+
+    def held(module: nn.Module, kind: str, recurse: bool = True) -> Iterator[Tensor]:
+        return (t for t in getattr(type(module), kind)(module, recurse) if not is_elsewhere(t))
+
+    @functools.wraps(walk)
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        changes = [
+            (module, kind, functools.partial(held, module, kind))
+            for module in modules
+            for kind in ("parameters", "buffers")
+        ]
+        with patched(changes):
+            return walk(*args, **kwargs)
+
+    return narrowed
+
+
+def _load_held(module: nn.Module) -> list[Any]:
+    """Lets ``module.load_state_dict`` take this rank's part of the state of a whole module."""
+
+    def elsewhere() -> set[str]:
+        return {name for *_, name, tensor in state_items(module) if is_elsewhere(tensor)}
+
+    def before(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        for name in elsewhere():
+            state.pop(name, None)
+
+    def after(_: nn.Module, keys: Any) -> None:
+        names = elsewhere()
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in names]
+
+    return [
+        module.register_load_state_dict_pre_hook(before),
+        module.register_load_state_dict_post_hook(after),
+    ]

@@ -1,0 +1,122 @@
+"""How a run on several ranks ends early: no rank waits for one that has failed."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
+from typing_extensions import override
+
+from lightning_pipeline.axes import AxesStrategy
+from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.splitting.torch_private import default_store
+
+PATIENCE = timedelta(seconds=10)
+"""How long a rank that was interrupted waits for the others to be interrupted too."""
+
+_LOST_PEER = re.compile("connection (closed|reset) by peer", re.IGNORECASE)
+
+
+class FailingStrategy(AxesStrategy):
+    """An AxesStrategy that knows when its ranks have stopped working together.
+
+    A step that fails on one rank leaves the others inside a collective. From then on this rank
+    decides by itself, so that Lightning can go through its own end of the run and raise the error.
+    """
+
+    _failed = False
+    _reported = False
+    _num_runs = _num_votes = 0
+
+    def _begin(self) -> None:
+        """A run begins; all ranks are there."""
+        self._failed = self._reported = False
+        self._num_runs, self._num_votes = self._num_runs + 1, 0
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Notes a failure before callbacks hear of it: none may wait for other ranks any more."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
+                raise PipelineError(
+                    f"Rank {self.global_rank} lost its connection to another rank, which has "
+                    "failed or was ended. That rank's own error is in its output."
+                ) from error
+            raise
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._failed:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._failed else super().broadcast(obj, src)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._failed else super().reduce_boolean_decision(decision, all)
+
+    def _may_save(self, filepath: Any) -> bool:
+        """Whether all ranks are here to put a checkpoint together.
+
+        While a run is being interrupted the ranks find out whether all of them are, after the same
+        step. If not, a warning says so and the error that interrupted the run stays what it is.
+
+        Raises:
+            PipelineError: If the run is over because a rank has failed.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.status == TrainerStatus.INTERRUPTED and not self._reported:
+            place = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
+            self._failed = self._failed or not self._are_together(place)
+        if not self._failed:
+            return True
+        text = (
+            f"No checkpoint is written to {filepath}: a rank of the pipeline has failed, and "
+            "the others' parts of the model cannot be had any more. Continue from the last "
+            "checkpoint."
+        )
+        if self._reported:
+            raise PipelineError(text)
+        warnings.warn(text, stacklevel=2)  # on this rank, whichever it is
+        return False
+
+    def _are_together(self, place: str) -> bool:
+        """Whether every rank asks this within the patience, and at the same place.
+
+        A collective would wait for ranks that do not come for as long as the group's timeout, so
+        they meet in the store that the processes met by. The first to know decides for all.
+        """
+        if not dist.is_initialized():
+            return False
+        self._num_votes += 1
+        store = dist.PrefixStore(f"save/{self._num_runs}/{self._num_votes}", default_store())
+        names = [str(rank) for rank in range(self.world_size)]
+        store.set(str(self.global_rank), place)
+        try:
+            store.wait(names, PATIENCE)
+            together = all(store.get(name) == place.encode() for name in names)
+        except RuntimeError:
+            together = False
+        return bool(store.compare_set("together", "", str(together)) == b"True")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = self._reported = True
+        if not isinstance(exception, KeyboardInterrupt) and not self.is_global_zero:
+            text = "".join(traceback.format_exception(exception))
+            sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
+            sys.stderr.flush()

@@ -1,0 +1,119 @@
+"""What loaders give: the same batch to each rank, and batches of several loaders at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+
+from lightning_pipeline.batch import Cut, checksum, cut_batch, even_cut, num_rows, parts_of
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.mesh import Mesh
+
+
+def require_same(step: str, batch: Any, mesh: Mesh, device: torch.device) -> None:
+    """Makes sure that all ranks of a pipeline begin a step with the same batch.
+
+    Args:
+        step: Name of the step, for messages.
+        batch: This rank's.
+        mesh: The rank's place, groups built.
+        device: The rank's device.
+
+    Raises:
+        StepError: If they differ, on every rank; with other shapes some would wait for ever.
+    """
+    if mesh.sizes.pipeline == 1:
+        return
+    mark = torch.tensor([checksum(batch)], device=device)
+    marks = [torch.empty_like(mark) for _ in mesh.pipeline_ranks]
+    dist.all_gather(marks, mark, mesh.pipeline_group)
+    sums = dict(zip(mesh.pipeline_ranks, torch.cat(marks).tolist(), strict=True))
+    others = sorted(rank for rank, found in sums.items() if found != sums[mesh.last_rank])
+    if others:
+        other = others[0] if mesh.global_rank not in others else mesh.global_rank
+        raise StepError(
+            f"{step}: rank {other} and rank {mesh.last_rank} of one pipeline got different batches "
+            f"(checksums {sums[other]} and {sums[mesh.last_rank]}). All ranks of a pipeline must "
+            "draw the same samples: call seed_everything(seed, workers=True), or make the sampler "
+            "and the dataset's augmentation deterministic. Usual causes: a sampler or an "
+            "IterableDataset that depends on the global rank, and workers that seed themselves."
+        )
+
+
+Choose = Callable[[int], tuple[int, int]]
+"""From a number of rows to that of microbatches with rows, and of all that run."""
+
+
+def loader_levels(module: LightningModule) -> int:
+    """Containers around the batches of the loaders that the running loop draws from at once.
+
+    ``fit(model, {"a": loader, "b": loader})`` has one such level, a single loader none.
+    """
+    # Of Lightning 2.6: each loop keeps what it draws from under this name.
+    combined = getattr(module.trainer._active_loop, "_combined_loader", None)
+    if combined is None or combined._mode == "sequential":
+        return 0
+    return _depth(combined.iterables)
+
+
+def _depth(loaders: Any) -> int:
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return 1 + max(map(_depth, loaders), default=0) if isinstance(loaders, (list, tuple)) else 0
+
+
+def batches_in(batch: Any, levels: int) -> list[Any]:
+    """The batches that the loaders gave; one whose loader has ended is ``None`` and left out."""
+    if not levels:
+        return [] if batch is None else [batch]
+    parts = parts_of(batch)
+    children = parts[0] if parts else []
+    return [found for child in children for found in batches_in(child, levels - 1)]
+
+
+def choose_cut(batch: Any, step: str, levels: int, choose: Choose, min_rows: int) -> Cut:
+    """How the rows of a batch are dealt out.
+
+    Batches of several loaders with unequal rows are cut into so many microbatches that each gets
+    the same share of all of them, which keeps any mean over one or all of them exact.
+
+    Args:
+        batch: What the step gets.
+        step: Name of the step, for messages.
+        levels: See :func:`loader_levels`.
+        choose: The schedule's choice.
+        min_rows: Fewest rows of a microbatch.
+
+    Returns:
+        The cut of the first loader's batch.
+
+    Raises:
+        StepError: If a batch cannot be cut.
+    """
+    rows = [num_rows(one, step) for one in batches_in(batch, levels) or [batch]]
+    if len(set(rows)) == 1:
+        return even_cut(rows[0], *choose(rows[0]))
+    common, total = math.gcd(*rows), 0
+    for real in range(common, 0, -1):
+        chosen, total = choose(real)
+        if chosen == real and common % real == 0 and (min(rows) // real >= min_rows or real == 1):
+            break
+    return even_cut(rows[0], real, total)
+
+
+def cut_together(batch: Any, step: str, levels: int, cut: Cut) -> list[Any]:
+    """Cuts what the step gets into ``cut.total`` microbatches, each loader's batch by its rows."""
+    if batch is None:
+        return [None] * cut.total
+    if not levels:
+        rows = num_rows(batch, step)
+        return cut_batch(batch, even_cut(rows, len(cut.sizes), cut.total))
+    parts = parts_of(batch)
+    assert parts is not None
+    columns = [cut_together(child, step, levels - 1, cut) for child in parts[0]]
+    return [parts[1](list(children)) for children in zip(*columns, strict=True)]

@@ -1,0 +1,57 @@
+"""What callbacks and loggers take for granted on one device, made true for a pipeline.
+
+The private names are those of Lightning 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ThroughputMonitor
+
+from lightning_pipeline.mesh import MeshSizes
+from lightning_pipeline.splitting import is_elsewhere, state_items
+
+
+def count_replicas(callbacks: Iterable[Callback], sizes: MeshSizes) -> None:
+    """Lets a ThroughputMonitor take a pipeline for one device of its ranks' joint speed.
+
+    Samples, batches and FLOPs a second are those of the pipeline under ``device/`` and those of
+    all replicas without it; the utilisation is that of a pipeline's ranks together.
+
+    Args:
+        callbacks: All callbacks of the run, set up.
+        sizes: Extents of the axes.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.world_size = sizes.data
+                if callback.available_flops is not None:
+                    throughput.available_flops = callback.available_flops * sizes.pipeline
+
+
+def keep_examples_with_weights(module: LightningModule) -> Callable[[], None]:
+    """Sends ``example_input_array`` to where the weights are before the first batch.
+
+    Summaries and loggers of graphs run the whole module on it, while ``module.device`` is already
+    the device that gets a part of the weights later. Batches of loaders come with a device.
+
+    Args:
+        module: The user's LightningModule, not placed yet.
+
+    Returns:
+        A function that ends it.
+    """
+    original = module._apply_batch_transfer_handler
+    tensors = (t for *_, t in state_items(module) if not is_elsewhere(t))
+    home = next((t.device for t in tensors), torch.device("cpu"))
+
+    def transfer(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return original(batch, device or home, dataloader_idx)
+
+    module.__dict__["_apply_batch_transfer_handler"] = transfer
+    return lambda: module.__dict__.pop("_apply_batch_transfer_handler", None)

@@ -1,0 +1,46 @@
+"""What ranks must have in common when a run begins."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.steps import random_state, set_random_state
+
+
+def share_state(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Starts every rank with the weights of global rank 0, which stay where they are.
+
+    Of a module that an earlier run left spread, each part comes from the first replica.
+
+    Args:
+        module: The module, whole or spread.
+        mesh: The rank's place, groups built.
+        device: The rank's device.
+    """
+    tensors = list({id(t): t for *_, t in state_items(module)}.values())
+    source, group = 0, None
+    if any(map(is_elsewhere, tensors)):
+        source, group = mesh.data_ranks[0], mesh.data_group
+    for tensor in tensors:
+        if not is_elsewhere(tensor):
+            value = tensor.data.to(device).contiguous()
+            dist.broadcast(value, source, group)
+            tensor.data.copy_(value)
+
+
+def share_random_state(mesh: Mesh, device: torch.device) -> None:
+    """Lets ranks of one pipeline shuffle alike, with or without a seed.
+
+    Args:
+        mesh: The rank's place, groups built.
+        device: The rank's device.
+    """
+    box = [random_state()]
+    dist.broadcast_object_list(box, mesh.last_rank, mesh.pipeline_group)
+    set_random_state(box[0])
+    if device.type == "cuda":
+        torch.cuda.manual_seed(torch.initial_seed())

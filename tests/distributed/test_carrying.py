@@ -1,0 +1,183 @@
+"""What a step carries from batch to batch on the LightningModule is that of one device."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.distributed.fits import Script, distance, rows
+from tests.distributed.ranks import RankFailed
+from tests.distributed.test_exactness import TOLERANCE, vectors
+from tests.models.modules import Perceptron
+
+
+class Base(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Recurrent(Base):
+    """Goes on from the hidden state of the batch before; its batches are the second dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 8)
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True)
+        self.after = nn.Linear(8, 3)
+        self.hidden = None
+
+    def on_train_epoch_start(self):
+        self.hidden = None
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.hidden is None:
+            self.hidden = (x.new_zeros(2, len(x), 8), x.new_zeros(2, len(x), 8))
+        out, hidden = self.lstm(torch.tanh(self.before(x)), self.hidden)
+        self.hidden = tuple(h.detach() for h in hidden)
+        return F.mse_loss(self.after(out), y)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(torch.stack(self.hidden).clone())
+
+
+class PassesNone(Recurrent):
+    """The module makes the first state, so its first call has other arguments."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out, hidden = self.lstm(torch.tanh(self.before(x)), self.hidden)
+        self.hidden = tuple(h.detach() for h in hidden)
+        return F.mse_loss(self.after(out), y)
+
+
+class Counters(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.steps, self.samples, self.odd, self.factor = 0, 0, False, 1.0
+        self.checks = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.steps += 1
+        self.samples += len(x)
+        self.odd = not self.odd
+        self.factor *= 0.9
+        loss = F.mse_loss(self.net(x), y)
+        return loss * self.factor + (0.1 * loss if self.odd else 0)
+
+    def validation_step(self, batch, batch_idx):
+        self.checks += 1
+        self.log("loss", F.mse_loss(self.net(batch[0]), batch[1]) * self.factor)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        numbers = [self.steps, self.samples, self.odd, self.factor, self.checks]
+        self.seen.append(torch.tensor(numbers))
+
+
+def sequences(count):
+    return lambda: (
+        TensorDataset(rows(count, 5, 6), rows(count, 5, 3, seed=3)),
+        TensorDataset(rows(8, 5, 6), rows(8, 5, 3)),
+    )
+
+
+def see(trainer, module):
+    return module.seen
+
+
+CASES = {
+    "hidden state": Script(Recurrent, sequences(48), trainer={"limit_val_batches": 0}, after=see),
+    "hidden state or none": Script(
+        PassesNone, sequences(48), trainer={"limit_val_batches": 0}, after=see
+    ),
+    "hidden state, accumulated": Script(
+        Recurrent,
+        sequences(64),
+        trainer={"limit_val_batches": 0, "accumulate_grad_batches": 2},
+        after=see,
+    ),
+    "counters": Script(Counters, lambda: vectors(16 * 3 + 5), after=see),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("case", CASES)
+def test_carried_state_equals_one_device(case, schedule):
+    expected = CASES[case].plain()
+    for run in CASES[case].pipelined(2, schedule=schedule, num_microbatches=4):
+        assert distance(run, expected) <= TOLERANCE
+        assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)
+        torch.testing.assert_close(run.extra, expected.extra, rtol=1e-12, atol=1e-14)
+
+
+def test_carried_state_of_replicas_equals_ddp():
+    script = Script(Recurrent, sequences(96), trainer={"limit_val_batches": 0}, after=see)
+    expected = script.plain(2)
+    for rank, run in enumerate(script.pipelined(2, 2, num_microbatches=3)):
+        assert distance(run, expected) <= TOLERANCE
+        if rank % 2 == 0:
+            torch.testing.assert_close(run.extra, expected.extra, rtol=1e-12, atol=1e-14)
+
+
+class SumsLosses(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.item()
+        return loss
+
+
+class MovingAverage(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = torch.zeros(3)
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        self.center = 0.9 * self.center + 0.1 * out.detach().mean(0)
+        return F.mse_loss(out - self.center, batch[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "message"),
+    [
+        (SumsLosses, 48, "reads self.total and then sets it to something.*on_train_batch_end"),
+        (MovingAverage, 48, "reads self.center and then sets it to something.*torchmetrics"),
+        (Recurrent, 40, r"self.hidden carries samples.*dim 1.*\(2, 16, 8\).*8 samples.*drop_last"),
+    ],
+)
+def test_state_that_microbatches_cannot_share_is_refused(model, count, message):
+    data = sequences(count) if model is Recurrent else lambda: vectors(count)
+    script = Script(model, data, trainer={"limit_val_batches": 0})
+    with pytest.raises(RankFailed, match=f"(?s){message}"):
+        script.pipelined(2, deadline=30)
+
+
+@pytest.mark.parametrize("model", [SumsLosses, MovingAverage])
+def test_a_single_microbatch_knows_the_whole_batch(model):
+    script = Script(
+        model,
+        lambda: vectors(40),
+        trainer={"limit_val_batches": 0},
+        after=lambda trainer, module: torch.as_tensor(getattr(module, CARRIED[model])),
+    )
+    expected = script.plain()
+    for run in script.pipelined(2, schedule="GPipe", num_microbatches=1):
+        assert distance(run, expected) <= TOLERANCE
+        torch.testing.assert_close(run.extra, expected.extra, rtol=1e-12, atol=1e-14)
+
+
+CARRIED = {SumsLosses: "total", MovingAverage: "center"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from lightning_pipeline import cli
@@ -41,13 +42,15 @@ def _leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
-    for command in cli.COMMANDS:
+    for command in (*cli.COMMANDS, cli.CONSOLIDATE):
         assert f"\n  {command}" in printed
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    assert "one of train, validate, test, predict, got 'trian'" in capsys.readouterr().err
+    assert (
+        "one of train, validate, test, predict, consolidate, got 'trian'" in capsys.readouterr().err
+    )
 
 
 def test_composed_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,3 +135,61 @@ def test_failing_job_ends_a_multirun(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert caught.value.code == 1
     assert "batch_size should be a positive integer" in capfd.readouterr().err
     assert not (tmp_path / "sweep" / "1").exists()
+
+
+def folder_of(path: Path, **own: object) -> Path:
+    """A checkpoint folder, as version 1 of the format has it."""
+    weight = torch.arange(3.0)
+    written = {"state_dict": {"a.weight": weight}}
+    dcp.save(written, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    stored = [(("state_dict", name), "state_dict.a.weight") for name in ("a.weight", "b.weight")]
+    weights = {"a.weight": torch.empty(0), "b.weight": torch.empty(0)}
+    default = {"version": 1, "keys": ["epoch", "state_dict"], "stored": stored}
+    rest = {"epoch": 3, "lightning_pipeline": {**default, "state_dict": weights, **own}}
+    torch.save(rest, path / "meta.pt")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("words", [[], ["new/plain.ckpt"]])
+def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    folder_of(tmp_path / "last.ckpt")
+    assert cli.main(["consolidate", "last.ckpt", *words]) == 0
+    file = [*words, "last.ckpt.consolidated"][0]
+    assert f"checkpoint: {file}" in capsys.readouterr().out
+    checkpoint = torch.load(tmp_path / file, weights_only=True)
+    assert list(checkpoint) == ["epoch", "state_dict"]
+    weights = checkpoint["state_dict"]
+    assert weights["a.weight"].tolist() == [0, 1, 2]
+    assert weights["a.weight"].data_ptr() == weights["b.weight"].data_ptr()
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.suffix == ".part") == []
+
+
+CONSOLIDATIONS = {
+    "no folder": (["nowhere"], "must exist, and 'nowhere' does not"),
+    "a file": (["file"], "or is a file. One file needs no consolidation."),
+    "something else": (["other"], "'other' must be a checkpoint folder with the files .metadata"),
+    "the file exists": (["good", "file"], "must not exist, and 'file' does. Remove it"),
+    "another version": (["new"], "'new' was not written by this version of the pipeline strategy"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", CONSOLIDATIONS)
+def test_consolidate_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str) -> None:
+    words, message = CONSOLIDATIONS[case]
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    folder_of(tmp_path / "good")
+    folder_of(tmp_path / "new", version=2)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["consolidate", *words])
+    assert caught.value.code == 2
+    assert message in capfd.readouterr().err
+
+
+def test_help_of_consolidate(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["consolidate", "--help"])
+    assert caught.value.code == 0
+    assert "FOLDER" in capsys.readouterr().out

@@ -1,0 +1,131 @@
+"""Runs that end early: together or alone, and what is saved then."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import timedelta
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch import callbacks as cb
+
+from lightning_pipeline import failing
+from lightning_pipeline.errors import PipelineError
+from tests.distributed.fits import Script
+from tests.distributed.test_averaging import assert_same
+from tests.distributed.test_exactness import vectors
+from tests.models.modules import Perceptron
+
+
+class Spikes(Script):
+    def __call__(self, strategy, devices):
+        with pytest.raises(TrainingSpikeException) as caught:
+            super().__call__(strategy, devices)
+        return str(caught.value)
+
+
+def test_a_spike_ends_all_ranks_at_the_same_batch(tmp_path):
+    def made(folder):
+        spike = cb.SpikeDetection(warmup=1, rtol=None, exclude_batches_path=str(tmp_path / folder))
+        return Spikes(Perceptron, lambda: vectors(160), trainer={"callbacks": [spike]})
+
+    expected = made("plain").plain()
+    assert "Training spike detected in batch" in expected
+    assert made("own").pipelined(2) == [expected] * 2
+    plain, own = (tmp_path / folder / "skip_batches.json" for folder in ("plain", "own"))
+    assert json.loads(own.read_text()) == json.loads(plain.read_text())
+
+
+class Fails(L.Callback):
+    """Raises on some ranks after the second batch."""
+
+    def __init__(self, ranks, error):
+        self.ranks, self.error = ranks, error
+
+    def setup(self, trainer, module, stage):
+        self.trainer = trainer
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank in self.ranks:
+            raise self.error("my own mistake")
+
+
+class Asks(cb.Checkpoint):
+    """Talks to the other ranks, after the callbacks that save."""
+
+    def on_exception(self, trainer, module, exception):
+        trainer.strategy.broadcast("are you there?")
+
+
+class FailsInStep(Perceptron):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise KeyError("my own mistake")
+        return super().training_step(batch, batch_idx)
+
+
+class Interrupted(Script):
+    """What ends the run, by its name; ranks that lose a peer say so.
+
+    With it comes what was said of checkpoints that were not written.
+    """
+
+    def __call__(self, strategy, devices):
+        failing.PATIENCE, said = timedelta(seconds=1), []
+        failing.warnings = SimpleNamespace(warn=lambda text, **_: said.append(text))
+        try:
+            super().__call__(strategy, devices)
+        except BaseException as error:
+            ended = error.__context__ if isinstance(error, SystemExit) else error
+            if devices > 1:
+                trainer = self.trainer["callbacks"][-1].trainer
+                with pytest.raises(PipelineError, match=r"No checkpoint .* last checkpoint\.$"):
+                    trainer.save_checkpoint("afterwards.ckpt")
+            return type(ended).__name__, said
+        return "nothing", said
+
+
+def interrupted(path, ranks=(), error=KeyError, model=Perceptron):
+    savers = [
+        cb.OnExceptionCheckpoint(path),
+        cb.ModelCheckpoint(path, "kept", save_on_exception=True, save_last=True),
+        Asks(),
+        Fails(ranks, error),
+    ]
+    return Interrupted(model, lambda: vectors(53), trainer=dict(callbacks=savers, **SAVES))
+
+
+SAVES = {"enable_checkpointing": True, "limit_val_batches": 0}
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_ranks_that_stop_together_save_on_an_exception(error, tmp_path):
+    assert interrupted(tmp_path / "plain", (0,), error).plain() == (error.__name__, [])
+    assert interrupted(tmp_path / "own", (0, 1), error).pipelined(2) == [(error.__name__, [])] * 2
+    for name in ("on_exception", "kept"):
+        own, plain = (
+            torch.load(tmp_path / folder / f"{name}.ckpt", weights_only=False)
+            for folder in ("own", "plain")
+        )
+        for part in ("state_dict", "optimizer_states", "global_step", "epoch"):
+            assert_same(own[part], plain[part])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model"), [((0,), Perceptron), ((1,), Perceptron), ((), FailsInStep)], ids=str
+)
+def test_a_rank_that_stops_alone_keeps_its_error(ranks, model, tmp_path):
+    """No checkpoint, no hang, and the error is not hidden."""
+    ends = interrupted(tmp_path, ranks, KeyError, model).pipelined(2, deadline=25)
+    told = [name for name, _ in ends]
+    assert set(told) <= {"KeyError", "PipelineError"}
+    assert [rank for rank, name in enumerate(told) if name == "KeyError"] == list(ranks) or (
+        model is FailsInStep and "KeyError" in told  # the other may have lost it by then
+    )
+    assert not list(tmp_path.glob("*.ckpt"))
+    for _, said in ends:
+        assert any(re.search(r"No checkpoint .*on_exception.*rank .* has failed", t) for t in said)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import TensorDataset
 
-from tests.distributed.fits import Script, distance
+from lightning_pipeline import engine
+from lightning_pipeline.refusals import check_precision
+from tests.distributed.fits import Script, classes, distance, rows
 from tests.distributed.ranks import RankFailed
 from tests.distributed.test_exactness import TOLERANCE, vectors
-from tests.models.modules import LanguageModel, Perceptron, WeightedLoss
+from tests.models.modules import ImageClassifier, LanguageModel, Perceptron, WeightedLoss
 
 
 class Overflows(Perceptron):
@@ -116,3 +123,88 @@ def test_tied_weights_count_once_and_stay_equal():
     for run in runs:
         assert distance(run, expected) <= 1e-10  # 50 steps of AdamW
         assert torch.equal(run.state["token.weight"], runs[0].state["token.weight"])
+
+
+MICROBATCHES = 4
+DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+def note_dtypes(module):
+    """Collects the dtypes of the activations that reach or leave this rank."""
+    cross, module.seen = engine.cross, set()
+
+    def seen(tensor):
+        if tensor.ndim > 1:  # fingerprints have one dim
+            module.seen.add(tensor.dtype)
+        return cross(tensor)
+
+    engine.cross = seen
+
+
+def single_precision(kind):
+    def make(count, seed):
+        if kind == "vectors":
+            return TensorDataset(
+                rows(count, 6, seed=seed).float(), rows(count, 3, seed=seed + 1).float()
+            )
+        return TensorDataset(
+            rows(count, 1, 8, 8, seed=seed).float(), classes(count, top=10, seed=seed)
+        )
+
+    return make(96, 1), make(20, 2)
+
+
+KINDS = {"vectors": Perceptron, "images": ImageClassifier}
+
+
+def in_precision(precision, kind, accumulated=1):
+    flags = {"precision": precision}
+    if precision == "16-mixed":  # on CPUs Lightning would take bfloat16
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        flags = {"plugins": [MixedPrecision(precision, "cpu", scaler=scaler)]}
+    return Script(
+        KINDS[kind],
+        lambda: single_precision(kind),
+        batch_size=16 // accumulated,
+        trainer={"limit_val_batches": 0, "accumulate_grad_batches": accumulated, **flags},
+        setup=note_dtypes,
+        after=lambda trainer, module: module.seen,
+        dtype=torch.float32,
+    )
+
+
+@functools.cache
+def accumulated_reference(precision, kind):
+    return in_precision(precision, kind, MICROBATCHES).plain()
+
+
+CASES = [(p, "vectors", s) for p in DTYPES for s in ("1F1B", "ZBVZeroBubble")]
+CASES += [(p, "images", "1F1B") for p in ("bf16-mixed", "16-mixed")]
+
+
+@pytest.mark.parametrize(("precision", "kind", "schedule"), CASES)
+def test_precision_equals_accumulated_microbatches(precision, kind, schedule):
+    """To the last bit: a pipeline rounds as one device that accumulates its microbatches does."""
+    expected = accumulated_reference(precision, kind)
+    script = in_precision(precision, kind)
+    for run in script.pipelined(2, schedule=schedule, num_microbatches=MICROBATCHES):
+        assert distance(run, expected) == 0
+        assert run.extra == {DTYPES[precision]}  # that of the activations between the stages
+        assert all(tensor.isfinite().all() for tensor in run.state.values())
+
+
+def test_precision_with_layers_of_its_own_is_refused():
+    plugin = object.__new__(TransformerEnginePrecision)  # its library need not be installed
+    script = Script(Perceptron, lambda: vectors(32), trainer={"plugins": [plugin]})
+    message = "Precision: it replaces nn.Linear.*bf16-mixed"
+    with pytest.raises(RankFailed, match=f"(?s)TransformerEngine{message}"):
+        script.pipelined(2, deadline=30)
+    with pytest.raises(MisconfigurationException, match=f"(?s)Bitsandbytes{message}"):
+        check_precision(object.__new__(BitsandbytesPrecision))  # Lightning wants it on CUDA

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict, tensorclass
 
-from lightning_pipeline.batch import checksum, copied, cut_batch, even_cut, num_rows, signature
+from lightning_pipeline.batch import (
+    checksum,
+    copied,
+    cut_batch,
+    even_cut,
+    num_rows,
+    parts_of,
+    signature,
+)
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.loaders import choose_cut, cut_together
 
 Pair = namedtuple("Pair", "first second")
 
@@ -108,3 +119,73 @@ def test_the_size_of_most_tensors_counts_the_samples():
     assert num_rows(batch, "training_step") == 16
     with pytest.raises(StepError, match=r"20 and 16 are equally frequent.*first dim of every"):
         num_rows((torch.ones(20, 16, 2), torch.ones(16)), "training_step")
+
+
+@tensorclass
+class Named:
+    x: torch.Tensor
+    name: str
+
+
+def tensordict():
+    inner = TensorDict({"z": torch.arange(7)}, batch_size=[7])
+    return TensorDict({"x": torch.rand(7, 2), "in": inner, "s": "text"}, batch_size=[7])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [tensordict(), Named(x=torch.rand(7, 2), name="a", batch_size=[7])],
+    ids=["TensorDict", "tensorclass"],
+)
+def test_tensor_collections_are_cut_by_themselves(batch):
+    assert num_rows(batch, "training_step") == 7
+    cut = [copied(part) for part in cut_batch(batch, even_cut(7, 3, 3))]
+    assert [part.batch_size for part in cut] == [(3,), (2,), (2,)]
+    assert torch.equal(torch.cat([part.get("x") for part in cut]), batch.get("x"))
+    assert signature(cut[1]) == signature(cut[2]) != signature(cut[0])
+    children, rebuilt = parts_of(cut[0])
+    kinds = (torch.Tensor, TensorDict)
+    longer = [torch.cat([child] * 2) if isinstance(child, kinds) else child for child in children]
+    assert rebuilt(longer).get("x").shape == (6, 2) and rebuilt(longer).batch_size == (6,)
+
+
+def test_arrays_are_cut_and_told_apart():
+    batch = [np.arange(14.0).reshape(7, 2), np.array(list("abcdefg"))]
+    cut = cut_batch(batch, even_cut(num_rows(batch, "training_step"), 3, 3))
+    assert np.array_equal(np.concatenate([part[0] for part in cut]), batch[0])
+    assert [len(part[1]) for part in cut] == [3, 2, 2]
+    other = copied(batch)
+    assert checksum(other) == checksum(batch)
+    other[0][3] += 1
+    assert checksum(other) != checksum(batch) and signature(cut[1]) == signature(cut[2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [((8, 8), (2, 2, 2, 2)), ((8, 4), (2, 2, 2, 2)), ((6, 9), (2, 2, 2)), ((3, 8), (3,))],
+)
+def test_loaders_are_cut_into_equal_shares(rows, sizes):
+    """Four microbatches at most, of a schedule that always runs four."""
+    batch = {"a": [torch.rand(rows[0], 2), torch.rand(rows[0], 3)], "none": None}
+    batch["b"] = [torch.rand(rows[1], 2), torch.rand(rows[1], 3)]
+    cut = choose_cut(batch, "training_step", 1, lambda count: (min(count, 4), 4), 1)
+    assert cut.sizes == sizes and cut.total == 4
+    parts = cut_together(batch, "training_step", 1, cut)
+    assert len(parts) == 4 and all(part["none"] is None for part in parts)
+    for name in ("a", "b"):
+        whole = torch.cat([part[name][0] for part in parts[: len(sizes)]])
+        assert torch.equal(whole, batch[name][0])
+    assert len({len(part["a"][0]) / len(part["b"][1]) for part in parts}) == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        {"x": torch.ones(3), "more": frozenset([torch.ones(2)])},
+    ],
+    ids=["nested", "set"],
+)
+def test_what_has_no_known_rows_is_refused(batch):
+    with pytest.raises(StepError, match=r"training_step got .*\. .* in .*on_after_batch_transfer"):
+        num_rows(batch, "training_step")

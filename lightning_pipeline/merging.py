@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ from torch import Tensor
 from lightning_pipeline.batch import leaves, parts_of
 from lightning_pipeline.splitting.torch_private import pytree
 
+Place = tuple[Hashable, ...]
+"""Names and indices that lead to a value among what a step makes."""
+
 
 def detached(tree: Any) -> Any:
     """``tree`` with its tensors out of the autograd graph."""
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 
-def merge(values: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
+@dataclass(frozen=True)
+class Merger:
     """Joins what a step made of each microbatch.
 
     Rows are put together: of tensors, of arrays and of lists with an entry a sample. Single
@@ -26,35 +31,77 @@ def merge(values: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) 
     itself, and of anything else the list over the microbatches is given.
 
     Args:
-        values: One for each microbatch with rows.
-        sizes: Rows of each.
+        sizes: Rows of each microbatch.
         shares: What each counts in means; their sum is 1.
+        constants: Where earlier batches had whole numbers that do not count samples; such a number
+            may be equal to the rows of a microbatch by chance.
     """
-    first = values[0]
-    if len(values) == 1:
-        return detached(first)
-    if _is_list_of_rows(values, sizes):
-        return [entry for value in values for entry in value]
-    if isinstance(first, Tensor) or (parts := parts_of(first)) is None:
-        return _merge_leaf(values, sizes, shares)
-    children = [parts[0], *((parts_of(value) or ([], None))[0] for value in values[1:])]
-    if any(_kind(v) != _kind(first) for v in values) or len(set(map(len, children))) > 1:
-        return list(values)
-    columns = zip(*children, strict=True)
-    return parts[1]([merge(column, sizes, shares) for column in columns])
 
+    sizes: Sequence[int]
+    shares: Sequence[float]
+    constants: set[Place]
 
-def merge_named(
-    values: Sequence[Mapping[str, Any]], sizes: Sequence[int], shares: Sequence[float]
-) -> dict[str, Any]:
-    """Joins attributes that a step has set; one that not every microbatch sets keeps its last."""
-    names = dict.fromkeys(name for given in values for name in given)
-    return {
-        name: merge([given[name] for given in values], sizes, shares)
-        if all(name in given for given in values)
-        else next(given[name] for given in reversed(values) if name in given)
-        for name in names
-    }
+    def __call__(self, values: Sequence[Any], place: Place = ()) -> Any:
+        """Joins ``values``, one for each microbatch with rows, found at ``place`` in the step."""
+        first = values[0]
+        if len(values) == 1:
+            return detached(first)
+        if _is_list_of_rows(values, self.sizes):
+            return [entry for value in values for entry in value]
+        if isinstance(first, Tensor) or (parts := parts_of(first)) is None:
+            return self._leaf(values, place)
+        children = [parts[0], *((parts_of(value) or ([], None))[0] for value in values[1:])]
+        if any(_kind(v) != _kind(first) for v in values) or len(set(map(len, children))) > 1:
+            return list(values)
+        columns = enumerate(zip(*children, strict=True))
+        return parts[1]([self(column, (*place, index)) for index, column in columns])
+
+    def attributes(self, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Joins what a step has set; what not every microbatch sets keeps its last value."""
+        names = dict.fromkeys(name for given in values for name in given)
+        return {
+            name: self([given[name] for given in values], ("attributes", name))
+            if all(name in given for given in values)
+            else next(given[name] for given in reversed(values) if name in given)
+            for name in names
+        }
+
+    def lists(self, values: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+        """Joins what a step has appended to lists, entry by entry."""
+        names = dict.fromkeys(name for given in values for name in given)
+        return {
+            name: self._entries(name, [given.get(name, []) for given in values]) for name in names
+        }
+
+    def _entries(self, name: str, lists: list[list[Any]]) -> list[Any]:
+        if len(set(map(len, lists))) > 1:
+            return [entry for entries in lists for entry in entries]
+        columns = enumerate(zip(*lists, strict=True))
+        return [self(entries, ("lists", name, index)) for index, entries in columns]
+
+    def _leaf(self, values: Sequence[Any], place: Place) -> Any:
+        first = values[0]
+        if all(isinstance(value, Tensor) for value in values):
+            tensors = [value.detach() for value in values]
+            if first.ndim and _have_rows(tensors, self.sizes):
+                return torch.cat(tensors)
+            single = not first.ndim and first.is_floating_point()
+            return mean(tensors, self.shares) if single else tensors
+        if all(isinstance(value, np.ndarray) and value.ndim for value in values):
+            return np.concatenate(values) if _have_rows(values, self.sizes) else list(values)
+        if all(isinstance(value, (float, np.floating)) for value in values):
+            shares = zip(values, self.shares, strict=True)
+            return type(first)(sum(value * share for value, share in shares if share))
+        if all(type(value) is int for value in values):
+            if list(values) != list(self.sizes):
+                self.constants.add(place)
+            elif place not in self.constants:
+                return sum(self.sizes)
+        try:
+            same = all(value is first or bool(value == first) for value in values)
+        except (TypeError, ValueError, RuntimeError):
+            same = False
+        return first if same else list(values)
 
 
 def mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -85,24 +132,5 @@ def _is_list_of_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
     )
 
 
-def _merge_leaf(values: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
-    first = values[0]
-    if all(isinstance(value, Tensor) for value in values):
-        tensors = [value.detach() for value in values]
-        if first.ndim and all(len(t) == n for t, n in zip(tensors, sizes, strict=True)):
-            return torch.cat(tensors)
-        single = not first.ndim and first.is_floating_point()
-        return mean(tensors, shares) if single else tensors
-    if all(isinstance(value, np.ndarray) and value.ndim for value in values):
-        rows = all(len(value) == n for value, n in zip(values, sizes, strict=True))
-        return np.concatenate(values) if rows else list(values)
-    if all(isinstance(value, (float, np.floating)) for value in values):
-        return type(first)(sum(v * share for v, share in zip(values, shares, strict=True) if share))
-    numbers = all(type(value) is int for value in values)
-    if numbers and list(values) == list(sizes) and max(sizes) > 1:
-        return sum(sizes)
-    try:
-        same = all(value is first or bool(value == first) for value in values)
-    except (TypeError, ValueError, RuntimeError):
-        same = False
-    return first if same else list(values)
+def _have_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    return all(len(value) == n for value, n in zip(values, sizes, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline.batch import Cut
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.logs import LogRecorder
-from lightning_pipeline.merging import detached, mean, merge, merge_named
+from lightning_pipeline.merging import Merger, Place, detached, mean
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.placing import Held
 from lightning_pipeline.steps import Carries, Microbatch, Runner, TensorMeta
@@ -35,6 +35,7 @@ class StepPass:
         metrics: Takes the calls of metrics on the last stage.
         carries: What steps carry from batch to batch.
         wholes: What this one starts from, for the whole batch.
+        constants: Whole numbers that the step makes and that do not count samples.
         outputs: What the step returned for each microbatch with rows, on the last stage.
         appended: What the step appended to the module's lists for each microbatch with rows.
         assigned: What it set other attributes of the module to, likewise.
@@ -53,6 +54,7 @@ class StepPass:
     metrics: StepMetrics
     carries: Carries
     wholes: dict[str, Any]
+    constants: set[Place]
     outputs: list[Any] = field(default_factory=list)
     appended: list[dict[str, list[Any]]] = field(default_factory=list)
     assigned: list[dict[str, Any]] = field(default_factory=list)
@@ -160,14 +162,10 @@ class StepPass:
 
     def appended_to_lists(self) -> dict[str, list[Any]]:
         """What the step would have appended for the whole batch, on the last stage."""
-        names = dict.fromkeys(name for appended in self.appended for name in appended)
-        return {name: self._entries([a.get(name, []) for a in self.appended]) for name in names}
+        return self._merger().lists(self.appended)
 
-    def _entries(self, lists: list[list[Any]]) -> list[Any]:
-        if len(set(map(len, lists))) > 1:
-            return [entry for entries in lists for entry in entries]
-        shares = self._shares()
-        return [merge(entries, self.cut.sizes, shares) for entries in zip(*lists, strict=True)]
+    def _merger(self) -> Merger:
+        return Merger(self.cut.sizes, self._shares(), self.constants)
 
     def assigned_attributes(self) -> dict[str, Any]:
         """What the step would have set attributes to for the whole batch, on the last stage."""
@@ -175,13 +173,13 @@ class StepPass:
             return {}
         carried = self.carries.join(self.wholes, self.assigned)
         others = [{n: v for n, v in given.items() if n not in carried} for given in self.assigned]
-        return {**merge_named(others, self.cut.sizes, self._shares()), **carried}
+        return {**self._merger().attributes(others), **carried}
 
     def output(self) -> Any:
         """What the step would have returned for the whole batch, on the last stage."""
         if not self.outputs:
             return None
-        merged = merge(self.outputs, self.cut.sizes, self._shares())
+        merged = self._merger()(self.outputs)
         total = self.weight()
         if total is not None and isinstance(merged, dict):
             merged["weight"] = total

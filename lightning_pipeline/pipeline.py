@@ -20,6 +20,7 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.loaders import choose_cut, cut_together, loader_levels, require_same
 from lightning_pipeline.logs import LogExchange, LogRecorder
+from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.metrics import SharedCompute, StepMetrics
 from lightning_pipeline.passes import StepPass
@@ -75,6 +76,7 @@ class Pipeline:
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._sizes: dict[str, Any] = {}
+        self._constants: dict[str, set[Place]] = {}
         self._trained = False
 
     @property
@@ -256,6 +258,7 @@ class Pipeline:
             metrics,
             carries,
             wholes,
+            self._constants.setdefault(step, set()),
         )
 
     def _plans_of(

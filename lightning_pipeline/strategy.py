@@ -50,6 +50,10 @@ from lightning_pipeline.steps import random_state, set_random_state
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+def _nothing() -> None:
+    """Ends what has not begun."""
+
+
 class PipelineStrategy(SavingStrategy):
     """Trains an unmodified LightningModule over devices that each hold a part of it.
 
@@ -129,7 +133,7 @@ class PipelineStrategy(SavingStrategy):
         self._norm: WholeNorm | None = None
         self._averages: Averages | None = None
         self._synchronised: list[tuple[torch.nn.Module, type]] = []
-        self._end_examples: Callable[[], None] = lambda: None
+        self._end_examples: Callable[[], None] = _nothing
         self.plan: Plan | None = None
 
     # environment

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.logs import LogRecorder
-from lightning_pipeline.merging import merge
+from lightning_pipeline.merging import Merger
 from lightning_pipeline.metrics import _APART, StepMetrics, _join
 from lightning_pipeline.steps import mix, patched, stream
 from lightning_pipeline.steps.pending import Pending, TensorMeta
@@ -100,8 +100,14 @@ def test_what_microbatches_made_is_joined(values, joined):
             return {key: plain(item) for key, item in value.items()}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    merged = merge(values, [2, 1], [2 / 3, 1 / 3])
+    merged = Merger([2, 1], [2 / 3, 1 / 3], set())(values)
     assert type(merged) is type(joined) and plain(merged) == plain(joined)
+
+
+def test_a_whole_number_that_once_counted_no_samples_never_does():
+    merge = Merger([1, 1], [0.5, 0.5], set())
+    made = [[{"rows": 1, "index": index}] * 2 for index in (0, 1, 2)]
+    assert [merge(values) for values in made] == [{"rows": 2, "index": i} for i in (0, 1, 2)]
 
 
 @pytest.mark.parametrize(

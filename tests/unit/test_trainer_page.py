@@ -18,11 +18,18 @@ PAGE = ROOT / "docs" / "trainer.md"
 
 @functools.cache
 def rows() -> list[list[str]]:
-    """Cells of every row of every table on the page: feature, result, test."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    cells = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
-    stripped = [[cell.strip() for cell in row] for row in cells]
-    return [row for row in stripped if row[0] != "feature" and set(row[0]) - set(":- ")]
+    """Cells of every row of every table of features on the page: feature, result, test."""
+    found, is_features = [], False
+    for line in PAGE.read_text().splitlines():
+        if not line.startswith("|"):
+            is_features = False
+            continue
+        row = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+        if row == ["feature", "result", "test"]:
+            is_features = True
+        elif is_features and set(row[0]) - set(":- "):
+            found.append(row)
+    return found
 
 
 @functools.cache

@@ -34,12 +34,14 @@ class FailingStrategy(AxesStrategy):
 
     _failed = False
     _reported = False
-    _num_runs = _num_votes = 0
+    _num_runs = 0  # of the process, whose store keeps what was voted
+    _num_votes = 0
 
     def _begin(self) -> None:
         """A run begins; all ranks are there."""
+        FailingStrategy._num_runs += 1
         self._failed = self._reported = False
-        self._num_runs, self._num_votes = self._num_runs + 1, 0
+        self._num_votes = 0
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -91,8 +93,22 @@ class FailingStrategy(AxesStrategy):
         )
         if self._reported:
             raise PipelineError(text)
+        for callback in trainer.checkpoint_callbacks:
+            # It takes the file for written, and would let "last" lead there (Lightning 2.6).
+            callback.__dict__["_save_last_checkpoint"] = _nothing
         warnings.warn(text, stacklevel=2)  # on this rank, whichever it is
         return False
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self._failed:  # the one that should take its place was not written
+            super().remove_checkpoint(filepath)
+
+    def _end(self) -> None:
+        """A run ends: callbacks get their own methods back."""
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.checkpoint_callbacks:
+            callback.__dict__.pop("_save_last_checkpoint", None)
 
     def _are_together(self, place: str) -> bool:
         """Whether every rank asks this within the patience, and at the same place.
@@ -120,3 +136,7 @@ class FailingStrategy(AxesStrategy):
             text = "".join(traceback.format_exception(exception))
             sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
             sys.stderr.flush()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for what must not happen any more."""

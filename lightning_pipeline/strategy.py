@@ -343,6 +343,7 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def teardown(self) -> None:
+        self._end()
         self._end_examples()
         restore(self._synchronised)
         if self._norm is not None:
@@ -358,9 +359,11 @@ class PipelineStrategy(SavingStrategy):
                 self._pipeline = None
             if self._averages is not None:
                 self._averages.abandon()
+            self._parking = Parking()
             self.precision_plugin.teardown()
             assert self.accelerator is not None
             self.accelerator.teardown()
+            self.checkpoint_io.teardown()
             return
         if self._pipeline is not None and self._gathers_after_run:
             self._pipeline.put_back()

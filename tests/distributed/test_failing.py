@@ -129,3 +129,46 @@ def test_a_rank_that_stops_alone_keeps_its_error(ranks, model, tmp_path):
     assert not list(tmp_path.glob("*.ckpt"))
     for _, said in ends:
         assert any(re.search(r"No checkpoint .*on_exception.*rank .* has failed", t) for t in said)
+
+
+class FailsInTurn(Script):
+    """A run that all ranks end together, then one of a new Trainer that one rank ends."""
+
+    def __call__(self, strategy, devices):
+        failing.PATIENCE, ended = timedelta(seconds=1), []
+        for ranks in ((0, 1), (0,)):
+            self.trainer["callbacks"][-1].ranks = ranks
+            try:
+                super().__call__(strategy, devices)
+            except BaseException as error:
+                ended.append(type(error).__name__)
+        return ended
+
+
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_a_checkpoint_that_is_not_written_leaves_the_last_one(save_last, tmp_path):
+    saver = cb.ModelCheckpoint(
+        tmp_path, "{step}", every_n_train_steps=1, save_last=save_last, save_on_exception=True
+    )
+    saver.CHECKPOINT_NAME_LAST = "last-{step}" if save_last is True else "last"
+    callbacks = [saver, Fails((0,), KeyError)]
+    script = Interrupted(
+        Perceptron, lambda: vectors(53), trainer=dict(callbacks=callbacks, **SAVES)
+    )
+    (name, said), _ = script.pipelined(2)
+    assert name == "KeyError" and said
+    files = sorted(path.name for path in tmp_path.iterdir())
+    last = "last-step=1.ckpt" if save_last is True else "last.ckpt"
+    assert files == sorted(["step=1.ckpt", last])
+    for file in files:
+        assert torch.load(tmp_path / file, weights_only=False)["global_step"] == 1
+
+
+def test_what_ranks_agreed_on_in_one_run_is_nothing_to_the_next(tmp_path):
+    callbacks = [cb.OnExceptionCheckpoint(tmp_path), Fails((0, 1), KeyError)]
+    script = FailsInTurn(
+        Perceptron, lambda: vectors(53), trainer=dict(callbacks=callbacks, **SAVES)
+    )
+    own, other = script.pipelined(2, deadline=30)
+    assert own == ["KeyError", "KeyError"] and other[0] == "KeyError"
+    assert other[1] in ("PipelineError", "RuntimeError")  # it lost its peer

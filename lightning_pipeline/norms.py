@@ -17,13 +17,37 @@ from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.placing import Held
 
 
+class _Redirected:
+    """A function whose code calls another one for a while.
+
+    Users import the function itself, so a function in its place would not be seen.
+
+    Args:
+        function: The function, with no closure.
+        name: A free name in its module, under which the code finds ``instead``.
+        code: A function of the same arguments that passes them on to ``name``.
+        instead: What shall be called.
+    """
+
+    def __init__(self, function: Any, name: str, code: Any, instead: Callable[..., Any]) -> None:
+        self._function, self._name, self._code = function, name, function.__code__
+        names = function.__globals__
+        self.original = FunctionType(self._code, names, argdefs=function.__defaults__)
+        names[name] = instead
+        function.__code__ = code.__code__
+
+    def undo(self) -> None:
+        """Gives the function its own code back."""
+        self._function.__code__ = self._code
+        del self._function.__globals__[self._name]
+
+
 class WholeNorm:
-    """Lets ``torch.nn.utils.clip_grad_norm_`` and Lightning's ``grad_norm`` see all stages.
+    """Lets ``clip_grad_norm_``, ``get_total_norm`` and Lightning's ``grad_norm`` see all stages.
 
     The Trainer's clipping ends there, and so do a user's own clipping and logs of norms in a hook.
-    Every rank of a pipeline runs the same hooks, so they meet in one sum. What is replaced while a
-    fit lasts is a private function of torch 2.13, and the code of Lightning's ``grad_norm``: users
-    import the function itself, so another one in its place would not be seen.
+    Every rank of a pipeline runs the same hooks, so they meet in one sum. What is redirected while
+    a fit lasts is a private function of torch 2.13, and Lightning's ``grad_norm``.
 
     Args:
         mesh: The rank's place, groups built.
@@ -33,18 +57,16 @@ class WholeNorm:
 
     def __init__(self, mesh: Mesh, held: Callable[[], Held | None], device: torch.device) -> None:
         self._mesh, self._held, self._device = mesh, held, device
-        self._original: Any = clip_grad._get_total_norm
-        clip_grad._get_total_norm = self
-        code, names = grads.grad_norm.__code__, vars(grads)
-        self._grad_norm = FunctionType(code, names, argdefs=grads.grad_norm.__defaults__)
-        names["_whole_grad_norm"] = self.grad_norm
-        grads.grad_norm.__code__ = _forward_grad_norm.__code__
+        torchs = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
+        self._total_norm = _Redirected(torchs, "_whole_norm", _pass_on_total_norm, self)
+        self._grad_norm = _Redirected(
+            grads.grad_norm, "_whole_grad_norm", _pass_on_grad_norm, self.grad_norm
+        )
 
     def remove(self) -> None:
         """Gives torch and Lightning their own functions back."""
-        clip_grad._get_total_norm = self._original
-        grads.grad_norm.__code__ = self._grad_norm.__code__
-        del vars(grads)["_whole_grad_norm"]
+        self._total_norm.undo()
+        self._grad_norm.undo()
 
     def __call__(
         self,
@@ -61,9 +83,9 @@ class WholeNorm:
         given, held = [tensors] if isinstance(tensors, Tensor) else list(tensors), self._held()
         counted = {} if held is None else held.gradients()
         if held is None or any(id(tensor) not in counted for tensor in given):
-            return self._original(given, norm_type, error_if_nonfinite, foreach)
+            return self._total_norm.original(given, norm_type, error_if_nonfinite, foreach)
         own = [tensor for tensor in given if counted[id(tensor)]]
-        local = self._original(own, norm_type, False, foreach)
+        local = self._total_norm.original(own, norm_type, False, foreach)
         total = self._combined(local.to(self._device, torch.float64), float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
@@ -78,7 +100,7 @@ class WholeNorm:
         """Lightning's ``grad_norm`` of a module whose parameters may be on several stages."""
         held = self._held()
         if held is None:
-            return self._grad_norm(module, norm_type, group_separator)
+            return self._grad_norm.original(module, norm_type, group_separator)
         order = float(norm_type)
         named = dict(module.named_parameters())
         # norm, and whether there is a gradient: sums over the pipeline
@@ -93,7 +115,7 @@ class WholeNorm:
             for (name, parameter), norm, given in zip(named.items(), *found, strict=True)
             if given
         ]
-        return self._grad_norm(_Measures(measured), norm_type, group_separator)
+        return self._grad_norm.original(_Measures(measured), norm_type, group_separator)
 
     def _combined(self, local: Tensor, order: float) -> Tensor:
         group = self._mesh.pipeline_group
@@ -126,6 +148,14 @@ class _Measured:
         return self._norm
 
 
-def _forward_grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    """Code for ``grad_norm``; its names are looked up in Lightning's module."""
+# Their names are looked up in torch's and Lightning's modules.
+
+
+def _pass_on_total_norm(
+    tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False, foreach: Any = None
+) -> Any:
+    return _whole_norm(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[name-defined] # noqa: F821
+
+
+def _pass_on_grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
     return _whole_grad_norm(module, norm_type, group_separator)  # type: ignore[name-defined] # noqa: F821

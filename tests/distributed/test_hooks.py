@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from tests.distributed.fits import Script, distance
 from tests.distributed.test_exactness import TOLERANCE, vectors
@@ -72,6 +73,8 @@ class LogsNorms(Base):
         for order in (2, "inf"):
             self.log_dict(grad_norm(self, norm_type=order))
         self.log_dict(grad_norm(self.second, norm_type=1, group_separator="."))
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.log("total", get_total_norm(gradients))
         self.seen.append({k: v for k, v in grad_norm(self, norm_type=2).items()})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import zlib
 from collections import Counter
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.mappings import with_values
 from lightning_pipeline.splitting.torch_private import pytree
 
 _SAMPLES = 64
@@ -28,10 +28,17 @@ class Cut:
     Attributes:
         sizes: Rows of each microbatch that holds data; they differ by at most one.
         total: Number of microbatches that run; the surplus repeats the first one with weight 0.
+        others: Rows of each microbatch in the batches of further loaders, where they differ.
     """
 
     sizes: tuple[int, ...]
     total: int
+    others: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def all_sizes(self) -> list[tuple[int, ...]]:
+        """Rows of each microbatch for every loader, the first one's first."""
+        return [self.sizes, *self.others]
 
     @property
     def rows(self) -> int:
@@ -66,16 +73,8 @@ def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
             data, **dict(zip(names, new, strict=True))
         )
     if isinstance(value, MutableMapping):
-        return list(value.values()), lambda new: _with_values(value, new)
+        return list(value.values()), lambda new: with_values(value, new)
     return None
-
-
-def _with_values(mapping: MutableMapping[Any, Any], values: list[Any]) -> Any:
-    """A mapping of a kind that torch does not know, such as a tokenizer's output."""
-    new = copy.copy(mapping)
-    for key, value in zip(mapping, values, strict=True):
-        new[key] = value
-    return new
 
 
 def _is_tensor_collection(value: Any) -> bool:
@@ -115,11 +114,17 @@ def copied(batch: Any) -> Any:
     return batch.detach().clone() if isinstance(batch, Tensor) else batch
 
 
-def _is_list_of_samples(value: Any, top: bool) -> bool:
+def _is_list_of_samples(value: Any, top: bool, counted: Collection[int] = ()) -> bool:
     """Whether a list holds one entry a sample, as collate functions for images of all sizes make.
 
     A list inside the batch of dicts, or of tensors that do not stack, is one; a list of tensors of
     one shape may as well be several inputs and is not.
+
+    Args:
+        value: The list.
+        top: Whether it is the batch itself.
+        counted: First dims of the batch's other tensors. If those in the list share one of them,
+            and the list has another length, they are several inputs (features of an image).
     """
     if top or type(value) is not list or not value:
         return False
@@ -127,12 +132,20 @@ def _is_list_of_samples(value: Any, top: bool) -> bool:
         return True
     if not all(isinstance(item, (Tensor, np.ndarray)) for item in value):
         return False
+    first_dims = {item.shape[0] if item.ndim else 0 for item in value}
+    if len(first_dims) == 1 and first_dims.isdisjoint({len(value)}) and first_dims <= {*counted}:
+        return False
     return len({tuple(item.shape) for item in value}) > 1
 
 
-def _votes(value: Any, top: bool = True) -> Iterator[tuple[str, int]]:
+def _first_dims(batch: Any) -> set[int]:
+    """First dims of the tensors that are in no list of samples."""
+    return {size for kind, size in _votes(batch, ()) if kind == "tensors"}
+
+
+def _votes(value: Any, counted: Collection[int], top: bool = True) -> Iterator[tuple[str, int]]:
     """Kind and size of everything that may count the samples."""
-    if _is_list_of_samples(value, top):
+    if _is_list_of_samples(value, top, counted):
         yield "samples", len(value)
     elif isinstance(value, (Tensor, np.ndarray)):
         if value.ndim and value.shape[0]:
@@ -141,7 +154,7 @@ def _votes(value: Any, top: bool = True) -> Iterator[tuple[str, int]]:
         yield "values", len(value)
     elif (parts := parts_of(value)) is not None:
         for child in parts[0]:
-            yield from _votes(child, top=False)
+            yield from _votes(child, counted, top=False)
 
 
 def num_rows(batch: Any, step: str) -> int:
@@ -152,7 +165,7 @@ def num_rows(batch: Any, step: str) -> int:
             batch cannot be cut.
     """
     _refuse_uncuttable(batch, step)
-    votes = list(_votes(batch))
+    votes = list(_votes(batch, _first_dims(batch)))
     for kind in ("samples", "tensors", "arrays", "values"):
         sizes = Counter(size for voted, size in votes if voted == kind).most_common(2)
         if len(sizes) == 2 and sizes[0][1] == sizes[1][1]:
@@ -212,26 +225,40 @@ def cut_batch(batch: Any, cut: Cut) -> list[Any]:
     samples and lists and tuples of plain values of that length; everything else goes whole into
     every microbatch.
     """
+    knife = _Knife(cut.rows, _first_dims(batch))
     microbatches, start = [], 0
     for size in cut.sizes:
-        microbatches.append(_slice(batch, start, start + size, cut.rows))
+        microbatches.append(knife(batch, slice(start, start + size)))
         start += size
     fillers = [microbatches[0]] * (cut.total - len(microbatches))
     return microbatches + fillers
 
 
-def _slice(value: Any, start: int, stop: int, rows: int, top: bool = True) -> Any:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value[start:stop] if value.ndim and value.shape[0] == rows else value
-    if _is_tensor_collection(value) and value.batch_size[:1] == (rows,):
-        return value[start:stop]  # it knows what else belongs to its rows
-    counts = type(value) in (list, tuple) and len(value) == rows
-    if counts and (_is_list_of_samples(value, top) or not any(map(_holds_tensors, value))):
-        return value[start:stop]
-    parts = parts_of(value)
-    if parts is None:
-        return value
-    return parts[1]([_slice(child, start, stop, rows, top=False) for child in parts[0]])
+@dataclass(frozen=True)
+class _Knife:
+    """Takes rows out of a batch.
+
+    Attributes:
+        rows: Number of the batch's samples.
+        counted: First dims of its tensors.
+    """
+
+    rows: int
+    counted: Collection[int]
+
+    def __call__(self, value: Any, which: slice, top: bool = True) -> Any:
+        if isinstance(value, (Tensor, np.ndarray)):
+            return value[which] if value.ndim and value.shape[0] == self.rows else value
+        if _is_tensor_collection(value) and value.batch_size[:1] == (self.rows,):
+            return value[which]  # it knows what else belongs to its rows
+        if type(value) in (list, tuple) and len(value) == self.rows:
+            plain = not any(map(_holds_tensors, value))
+            if plain or _is_list_of_samples(value, top, self.counted):
+                return value[which]
+        parts = parts_of(value)
+        if parts is None:
+            return value
+        return parts[1]([self(child, which, top=False) for child in parts[0]])
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -252,26 +279,38 @@ def signature(batch: Any) -> Hashable:
 def checksum(batch: Any) -> int:
     """CRC-32 of sampled elements of every tensor and array in ``batch``, and of its texts.
 
-    Equal batches give equal numbers.
+    Equal batches give equal numbers. Samples of all tensors on one device are copied at once.
     """
-    crc = 0
+    crc, shapes = 0, []
+    samples: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout == torch.strided:
-            samples = _samples(leaf.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, np.ndarray) and leaf.size and leaf.dtype != object:
-            samples = np.ascontiguousarray(_samples(leaf)).tobytes()
-        elif isinstance(leaf, str):
+        if isinstance(leaf, str):
             crc = zlib.crc32(leaf[:_SAMPLES].encode(errors="replace"), crc)
-            continue
-        else:
-            continue
-        crc = zlib.crc32(repr(tuple(leaf.shape)).encode(), crc)
-        crc = zlib.crc32(samples, crc)
+        elif isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            shapes.append(tuple(leaf.shape))
+            kinds = samples.setdefault(leaf.device, {})
+            kinds.setdefault(leaf.dtype, []).append(_samples(leaf))
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            shapes.append(leaf.shape)
+            crc = zlib.crc32(np.ascontiguousarray(_samples_of_array(leaf)).tobytes(), crc)
+    crc = zlib.crc32(repr(shapes).encode(), crc)
+    with torch.no_grad():
+        for kinds in samples.values():
+            joined = torch.cat([torch.cat(found).view(torch.uint8) for found in kinds.values()])
+            crc = zlib.crc32(joined.cpu().numpy().tobytes(), crc)
     return crc
 
 
-def _samples(values: Any) -> Any:
-    """At most so many elements of a tensor or array, from all over it, in one dim."""
-    flat = values.reshape(-1)
-    step = max(1, len(flat) // _SAMPLES)
-    return flat[::step][:_SAMPLES]
+def _samples(tensor: Tensor) -> Tensor:
+    """At most so many elements of a tensor, from all over it, in one dim."""
+    count = tensor.numel()
+    step = max(1, count // _SAMPLES)
+    if not tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    # One call: batches may have many tensors.
+    return tensor.detach().as_strided((min(count, _SAMPLES),), (step,))
+
+
+def _samples_of_array(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES]

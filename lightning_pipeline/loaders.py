@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
-from lightning_pipeline.batch import Cut, checksum, cut_batch, even_cut, num_rows, parts_of
+from lightning_pipeline.batch import Cut, checksum, cut_batch, even_cut, leaves, num_rows, parts_of
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 
@@ -49,22 +52,34 @@ Choose = Callable[[int], tuple[int, int]]
 """From a number of rows to that of microbatches with rows, and of all that run."""
 
 
-def loader_levels(module: LightningModule) -> int:
+def loader_levels(module: LightningModule, batch: Any) -> int:
     """Containers around the batches of the loaders that the running loop draws from at once.
 
-    ``fit(model, {"a": loader, "b": loader})`` has one such level, a single loader none.
+    ``fit(model, {"a": loader, "b": loader})`` has one such level, a single loader none, and so has
+    a batch that a hook has made of those of several loaders.
     """
     # Of Lightning 2.6: each loop keeps what it draws from under this name.
     combined = getattr(module.trainer._active_loop, "_combined_loader", None)
     if combined is None or combined._mode == "sequential":
         return 0
-    return _depth(combined.iterables)
+    return _depth(combined.iterables) if _matches(batch, combined.iterables) else 0
 
 
 def _depth(loaders: Any) -> int:
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     return 1 + max(map(_depth, loaders), default=0) if isinstance(loaders, (list, tuple)) else 0
+
+
+def _matches(batch: Any, loaders: Any) -> bool:
+    """Whether ``batch`` still has the containers of ``loaders``, one as deep as the other."""
+    if isinstance(loaders, Mapping):
+        same = isinstance(batch, Mapping) and batch.keys() == loaders.keys()
+        return same and all(_matches(batch[name], loaders[name]) for name in loaders)
+    if isinstance(loaders, (list, tuple)):
+        same = isinstance(batch, (list, tuple)) and len(batch) == len(loaders)
+        return same and all(map(_matches, batch, loaders))
+    return batch is None or any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves(batch))
 
 
 def batches_in(batch: Any, levels: int) -> list[Any]:
@@ -90,7 +105,7 @@ def choose_cut(batch: Any, step: str, levels: int, choose: Choose, min_rows: int
         min_rows: Fewest rows of a microbatch.
 
     Returns:
-        The cut of the first loader's batch.
+        The cut of the first loader's batch, with the sizes of the others.
 
     Raises:
         StepError: If a batch cannot be cut.
@@ -103,7 +118,9 @@ def choose_cut(batch: Any, step: str, levels: int, choose: Choose, min_rows: int
         chosen, total = choose(real)
         if chosen == real and common % real == 0 and (min(rows) // real >= min_rows or real == 1):
             break
-    return even_cut(rows[0], real, total)
+    cut = even_cut(rows[0], real, total)
+    others = dict.fromkeys(even_cut(count, real, total).sizes for count in rows[1:])
+    return replace(cut, others=tuple(sizes for sizes in others if sizes != cut.sizes))
 
 
 def cut_together(batch: Any, step: str, levels: int, cut: Cut) -> list[Any]:

@@ -1,8 +1,8 @@
 """What a step logs: recorded per microbatch on the last stage, replayed on every rank.
 
 One small broadcast a step carries the values from the last stage to the other ranks of its
-pipeline, with the loss. Then the real ``self.log`` runs everywhere, so
-that callbacks decide alike on all ranks.
+pipeline, with the loss. Then the real ``self.log`` runs everywhere, so that callbacks decide alike
+on all ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.merging import Place, is_whole
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.messages import broadcast_object
 from lightning_pipeline.metrics import Origin, StepMetrics
 
 # structure, loss, number of values, dtype of the loss, more to come, weight of the batch
 _HEADER = 6
 _LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAPACITY = 64  # values in the first broadcast; more follow in a second one
+_CACHED_STRUCTURES = 256
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 _Key = tuple[str, int]  # name and number of the call with this name in a microbatch
@@ -40,6 +44,7 @@ class _Entry:
     metric: str | None
     origin: Origin | None
     dtype: torch.dtype
+    is_whole: bool
     values: list[Tensor] = field(default_factory=list)
     sizes: list[float | None] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
@@ -70,6 +75,8 @@ class LogRecorder:
         metrics: The metrics of this step.
         constants: Batch sizes that have been the same for all microbatches of the run, each with
             the number of microbatches of the first batch, by what is logged; kept up to date.
+        counts: Where the step makes whole numbers that depend on the microbatch; see
+            :class:`lightning_pipeline.merging.Merger`.
     """
 
     def __init__(
@@ -77,8 +84,9 @@ class LogRecorder:
         module: LightningModule,
         metrics: StepMetrics,
         constants: dict[_Key, tuple[float, int] | None],
+        counts: set[Place],
     ) -> None:
-        self._module, self._metrics = module, metrics
+        self._module, self._metrics, self._counts = module, metrics, counts
         self._entries: dict[_Key, _Entry] = {}
         self._constants = constants
         self._calls: Counter[str] = Counter()
@@ -107,7 +115,7 @@ class LogRecorder:
         self._calls[name] += 1
         if key not in self._entries:
             origin = self._metrics.origin_of(value)
-            self._entries[key] = _Entry(arguments, metric, origin, tensor.dtype)
+            self._entries[key] = _Entry(arguments, metric, origin, tensor.dtype, is_whole(value))
         entry = self._entries[key]
         if entry.arguments != arguments:
             raise StepError(
@@ -135,7 +143,10 @@ class LogRecorder:
         ]
 
     def _is_only_updated(self, entry: _Entry) -> bool:
-        return entry.metric is not None and self._metrics.batch_value(entry.metric) is None
+        return (
+            entry.metric is not None
+            and self._metrics.batch_value(entry.metric, entry.origin) is None
+        )
 
     def values(self, device: torch.device) -> Tensor:
         """Value and weight of every name over the whole batch, float64 of shape [2 x names]."""
@@ -143,7 +154,7 @@ class LogRecorder:
         for key, entry in self._entries.items():
             weights = torch.tensor(entry.weights, dtype=torch.float64, device=device)
             if entry.metric is not None:
-                known = self._metrics.batch_value(entry.metric)
+                known = self._metrics.batch_value(entry.metric, entry.origin)
                 value = torch.zeros(()) if known is None else known
                 value = value.to(device, torch.float64)
             elif entry.origin is not None:
@@ -151,8 +162,18 @@ class LogRecorder:
             else:
                 values = torch.stack([v.to(device) for v in entry.values])
                 value = _reduced(values, weights, entry.arguments["reduce_fx"])
+                if self._is_count(key[0], entry):
+                    value = values.sum()
             flat += [value, value.new_tensor(self._total(key, entry))]
         return torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
+
+    def _is_count(self, name: str, entry: _Entry) -> bool:
+        """Whether it is a whole number to add, such as that of the tokens of a microbatch."""
+        if not entry.is_whole or _reduction(entry.arguments["reduce_fx"]) != "mean":
+            return False
+        if len({float(value) for value in entry.values}) > 1:
+            self._counts.add(("log", name))
+        return ("log", name) in self._counts
 
     def _total(self, key: _Key, entry: _Entry) -> float:
         """What the batch counts in means over several."""
@@ -189,9 +210,13 @@ def _scalar(name: str, value: Any) -> Tensor:
     return tensor.detach().reshape(())
 
 
-def _reduced(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
+def _reduction(reduce_fx: Any) -> str:
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    reduction = _REDUCTIONS.get(name.lower(), "mean")
+    return _REDUCTIONS.get(name.lower(), "mean")
+
+
+def _reduced(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
+    reduction = _reduction(reduce_fx)
     if reduction == "mean":
         return (values * weights)[weights > 0].sum() / weights.sum()
     if reduction == "sum":
@@ -210,7 +235,7 @@ class LogExchange:
 
     def __init__(self, module: LightningModule, mesh: Mesh, device: torch.device) -> None:
         self._module, self._mesh, self._device = module, mesh, device
-        self._structures: dict[int, list[Any]] = {}
+        self._structures: Cache[list[Any]] = Cache(_CACHED_STRUCTURES)
 
     def __call__(
         self,
@@ -230,10 +255,10 @@ class LogExchange:
         Returns:
             The loss, the weight and ``more`` of the last stage.
         """
-        header, values = self._broadcast(recorder, loss, weight, more)
+        header, values, structure = self._broadcast(recorder, loss, weight, more)
         if int(header[4]):
-            more = self._broadcast_object(more)
-        self._replay(int(header[0]), values)
+            more = self._broadcast_object(more, "What the step returns, appends or sets")
+        self._replay(structure, values)
         given = float(header[5])
         return header[1].to(_LOSS_DTYPES[int(header[3])]), None if given < 0 else given, more
 
@@ -243,7 +268,7 @@ class LogExchange:
         loss: Tensor | None,
         weight: float | None,
         more: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, list[Any]]:
         message = torch.zeros(_HEADER + _CAPACITY, dtype=torch.float64, device=self._device)
         values, structure = torch.zeros(0, dtype=torch.float64, device=self._device), None
         if recorder is not None:
@@ -263,20 +288,20 @@ class LogExchange:
             values = torch.cat([message[_HEADER:], rest])
         else:
             values = message[_HEADER : _HEADER + count]
-        if identity not in self._structures:
-            self._structures[identity] = self._broadcast_object(structure)
-        return message[:_HEADER], values
+        known = self._structures.get(
+            identity, lambda: self._broadcast_object(structure, "What the step logs")
+        )
+        return message[:_HEADER], values, known
 
     def _send(self, message: Tensor) -> None:
         dist.broadcast(message, self._mesh.last_rank, self._mesh.pipeline_group)
 
-    def _broadcast_object(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
-        return box[0]
+    def _broadcast_object(self, value: Any, what: str) -> Any:
+        mesh = self._mesh
+        return broadcast_object(value, what, mesh.last_rank, mesh.pipeline_group, self._device)
 
-    def _replay(self, identity: int, values: Tensor) -> None:
-        for index, (name, given, metric, dtype) in enumerate(self._structures[identity]):
+    def _replay(self, structure: list[Any], values: Tensor) -> None:
+        for index, (name, given, metric, dtype) in enumerate(structure):
             arguments = dict(given)
             if arguments.pop("batch_size"):
                 arguments["batch_size"] = int(values[2 * index + 1])

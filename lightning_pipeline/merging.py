@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.batch import leaves, parts_of
-from lightning_pipeline.splitting.torch_private import pytree
 
 Place = tuple[Hashable, ...]
 """Names and indices that lead to a value among what a step makes."""
@@ -19,7 +18,37 @@ Place = tuple[Hashable, ...]
 
 def detached(tree: Any) -> Any:
     """``tree`` with its tensors out of the autograd graph."""
-    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    parts = parts_of(tree)
+    if parts is None or not any(isinstance(leaf, Tensor) for leaf in leaves(tree)):
+        return tree
+    return parts[1]([detached(child) for child in parts[0]])
+
+
+def list_place(path: Place, index: int) -> Place:
+    """Place of the entry ``index`` that a step appends to the list at ``path``.
+
+    The keys below the attribute may be those of a batch.
+    """
+    return "lists", path[0], len(path), index
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a single whole number."""
+    if isinstance(value, Tensor):
+        kind = value.dtype
+        return value.numel() == 1 and not (kind.is_floating_point or kind == torch.bool)
+    return type(value) is int
+
+
+def whole_numbers(tree: Any, place: Place) -> Iterator[tuple[Place, int]]:
+    """Whole numbers in ``tree``, single integer tensors among them, with their places."""
+    if is_whole(tree) and not getattr(tree, "ndim", 0):
+        yield place, int(tree)
+    elif not isinstance(tree, Tensor) and (parts := parts_of(tree)) is not None:
+        for index, child in enumerate(parts[0]):
+            yield from whole_numbers(child, (*place, index))
 
 
 @dataclass(frozen=True)
@@ -27,21 +56,21 @@ class Merger:
     """Joins what a step made of each microbatch.
 
     Rows are put together: of tensors, of arrays and of lists with an entry a sample. Single
-    floating-point numbers are averaged, numbers of samples added. What is equal everywhere stays
-    itself, and of anything else the list over the microbatches is given.
+    floating-point numbers are averaged, whole numbers that count something added. What is equal
+    everywhere stays itself, and of anything else the list over the microbatches is given.
 
     Args:
         sizes: Rows of each microbatch.
         shares: What each counts in means; their sum is 1.
-        constants: Where earlier batches had whole numbers that do not count samples; such a number
-            may be equal to the rows of a microbatch by chance.
+        counts: Where there are whole numbers that depend on the microbatch, although they may be
+            equal for all of this batch; more are added when they are seen to differ.
     """
 
     sizes: Sequence[int]
     shares: Sequence[float]
-    constants: set[Place]
+    counts: set[Place]
 
-    def __call__(self, values: Sequence[Any], place: Place = ()) -> Any:
+    def __call__(self, values: Sequence[Any], place: Place) -> Any:
         """Joins ``values``, one for each microbatch with rows, found at ``place`` in the step."""
         first = values[0]
         if len(values) == 1:
@@ -66,42 +95,52 @@ class Merger:
             for name in names
         }
 
-    def lists(self, values: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    def lists(self, values: Sequence[Mapping[Place, list[Any]]]) -> dict[Place, list[Any]]:
         """Joins what a step has appended to lists, entry by entry."""
-        names = dict.fromkeys(name for given in values for name in given)
+        paths = dict.fromkeys(path for given in values for path in given)
         return {
-            name: self._entries(name, [given.get(name, []) for given in values]) for name in names
+            path: self._entries(path, [given.get(path, []) for given in values]) for path in paths
         }
 
-    def _entries(self, name: str, lists: list[list[Any]]) -> list[Any]:
+    def _entries(self, path: Place, lists: list[list[Any]]) -> list[Any]:
         if len(set(map(len, lists))) > 1:
             return [entry for entries in lists for entry in entries]
         columns = enumerate(zip(*lists, strict=True))
-        return [self(entries, ("lists", name, index)) for index, entries in columns]
+        return [self(entries, list_place(path, index)) for index, entries in columns]
 
     def _leaf(self, values: Sequence[Any], place: Place) -> Any:
         first = values[0]
+        if all(type(value) is int for value in values):
+            return sum(values) if self._counts(values, place) else first
         if all(isinstance(value, Tensor) for value in values):
-            tensors = [value.detach() for value in values]
-            if first.ndim and _have_rows(tensors, self.sizes):
-                return torch.cat(tensors)
-            single = not first.ndim and first.is_floating_point()
-            return mean(tensors, self.shares) if single else tensors
+            return self._tensor([value.detach() for value in values], place)
         if all(isinstance(value, np.ndarray) and value.ndim for value in values):
             return np.concatenate(values) if _have_rows(values, self.sizes) else list(values)
         if all(isinstance(value, (float, np.floating)) for value in values):
             shares = zip(values, self.shares, strict=True)
             return type(first)(sum(value * share for value, share in shares if share))
-        if all(type(value) is int for value in values):
-            if list(values) != list(self.sizes):
-                self.constants.add(place)
-            elif place not in self.constants:
-                return sum(self.sizes)
         try:
             same = all(value is first or bool(value == first) for value in values)
         except (TypeError, ValueError, RuntimeError):
             same = False
         return first if same else list(values)
+
+    def _tensor(self, values: Sequence[Tensor], place: Place) -> Any:
+        first = values[0]
+        if first.ndim:
+            return torch.cat(list(values)) if _have_rows(values, self.sizes) else list(values)
+        if first.is_floating_point():
+            return mean(values, self.shares)
+        if first.dtype == torch.bool:
+            same = all(bool(value) == bool(first) for value in values)
+            return first if same else list(values)
+        numbers = [int(value) for value in values]
+        return first.new_tensor(sum(numbers)) if self._counts(numbers, place) else first
+
+    def _counts(self, values: Sequence[int], place: Place) -> bool:
+        if len(set(values)) > 1:
+            self.counts.add(place)
+        return place in self.counts
 
 
 def mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 
 from lightning_pipeline.mesh import MeshSizes
@@ -32,6 +32,25 @@ def count_replicas(callbacks: Iterable[Callback], sizes: MeshSizes) -> None:
                 throughput.world_size = sizes.data
                 if callback.available_flops is not None:
                     throughput.available_flops = callback.available_flops * sizes.pipeline
+
+
+def validate_together(trainer: Trainer) -> None:
+    """Lets rank 0's clock decide for all when ``val_check_interval`` is a time.
+
+    Lightning asks each rank's own, and a rank that validates alone waits for the others for ever.
+
+    Args:
+        trainer: The Trainer, with its strategy set up.
+    """
+    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
+        return
+    loop = trainer.fit_loop.epoch_loop
+    decide = type(loop)._should_check_val_fx
+
+    def decided(data_fetcher: Any) -> bool:
+        return trainer.strategy.broadcast(decide(loop, data_fetcher))
+
+    loop.__dict__["_should_check_val_fx"] = decided
 
 
 def keep_examples_with_weights(module: LightningModule) -> Callable[[], None]:

@@ -35,7 +35,7 @@ class StepPass:
         metrics: Takes the calls of metrics on the last stage.
         carries: What steps carry from batch to batch.
         wholes: What this one starts from, for the whole batch.
-        constants: Whole numbers that the step makes and that do not count samples.
+        counts: Where the step makes whole numbers that depend on the microbatch.
         outputs: What the step returned for each microbatch with rows, on the last stage.
         appended: What the step appended to the module's lists for each microbatch with rows.
         assigned: What it set other attributes of the module to, likewise.
@@ -54,9 +54,9 @@ class StepPass:
     metrics: StepMetrics
     carries: Carries
     wholes: dict[str, Any]
-    constants: set[Place]
+    counts: set[Place]
     outputs: list[Any] = field(default_factory=list)
-    appended: list[dict[str, list[Any]]] = field(default_factory=list)
+    appended: list[dict[Place, list[Any]]] = field(default_factory=list)
     assigned: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
@@ -90,8 +90,8 @@ class StepPass:
         self.metrics.begin(rows)
         with patched(self.metrics.patches()):
             returned = runner(item, received)[1]
-        self.outputs.append(detached(returned))
-        self.appended.append(detached(runner.appended))
+        self.outputs.append(detached(self.metrics.marked(returned)))
+        self.appended.append(detached(self.metrics.marked(runner.appended)))
         self.assigned.append(detached(runner.assigned))
         self.weights.append(_weight_of(item, returned))
         self.recorder.end(self.weights[-1])
@@ -160,12 +160,12 @@ class StepPass:
             return None
         return mean(self.losses, self._shares())
 
-    def appended_to_lists(self) -> dict[str, list[Any]]:
+    def appended_to_lists(self) -> dict[Place, list[Any]]:
         """What the step would have appended for the whole batch, on the last stage."""
-        return self._merger().lists(self.appended)
+        return self.metrics.filled(self._merger().lists(self.appended))
 
     def _merger(self) -> Merger:
-        return Merger(self.cut.sizes, self._shares(), self.constants)
+        return Merger(self.cut.sizes, self._shares(), self.counts)
 
     def assigned_attributes(self) -> dict[str, Any]:
         """What the step would have set attributes to for the whole batch, on the last stage."""
@@ -179,7 +179,7 @@ class StepPass:
         """What the step would have returned for the whole batch, on the last stage."""
         if not self.outputs:
             return None
-        merged = self._merger()(self.outputs)
+        merged = self.metrics.filled(self._merger()(self.outputs, ("output",)))
         total = self.weight()
         if total is not None and isinstance(merged, dict):
             merged["weight"] = total

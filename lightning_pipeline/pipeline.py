@@ -15,14 +15,14 @@ from lightning_pipeline.batch import (
     signature,
 )
 from lightning_pipeline.cache import Cache
+from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.loaders import choose_cut, cut_together, loader_levels, require_same
 from lightning_pipeline.logs import LogExchange, LogRecorder
-from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
-from lightning_pipeline.metrics import SharedCompute, StepMetrics
+from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import (
     Candidate,
@@ -35,6 +35,7 @@ from lightning_pipeline.placing import (
 )
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.steps import Microbatch, Runner, StepPlan, mix, patched, stream
+from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
 from lightning_pipeline.writing import Writers
 
 _CACHED_PLANS = 128
@@ -76,7 +77,6 @@ class Pipeline:
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._sizes: dict[str, Any] = {}
-        self._constants: dict[str, set[Place]] = {}
         self._trained = False
 
     @property
@@ -200,7 +200,7 @@ class Pipeline:
                 work.metrics.finish()
         finally:
             self._computed.inside_step = False
-            self._module.__dict__.update(work.wholes)
+            set_attributes(self._module, work.wholes)
         self._computed.forget()
         recorder, more = (work.recorder, _more(work)) if self._mesh.is_last else (None, None)
         weight = work.weight() if self._mesh.is_last else None
@@ -209,8 +209,8 @@ class Pipeline:
             self.held.reducer.weigh(weight)
         self._check_fingerprints(step)
         output, appended, assigned = more or (None, {}, {})
-        for name, entries in appended.items():
-            getattr(self._module, name).extend(entries)
+        for path, entries in appended.items():
+            append(self._module, path, entries)
         for name, value in assigned.items():
             setattr(self._module, name, value)
         return loss, output
@@ -228,8 +228,9 @@ class Pipeline:
         cut = self._cut(batch, step)
         number = self._counters[step] = self._counters.get(step, 0) + 1
         seed = mix(self._seed, *step.encode(), number if count is None else count)
-        metrics = StepMetrics(self._module)
-        recorder = LogRecorder(self._module, metrics, self._sizes.setdefault(step, {}))
+        metrics = StepMetrics(self._module, cut.all_sizes)
+        counts = self._placed.counts.setdefault(step, set())
+        recorder = LogRecorder(self._module, metrics, self._sizes.setdefault(step, {}), counts)
         batches = self._microbatches(batch, cut, step)
         plans = self._plans_of(step, batch, batches, cut, rest)
         carries = self._placed.carries
@@ -258,7 +259,7 @@ class Pipeline:
             metrics,
             carries,
             wholes,
-            self._constants.setdefault(step, set()),
+            counts,
         )
 
     def _plans_of(
@@ -269,10 +270,12 @@ class Pipeline:
         def plan(index: int, microbatch: Any) -> StepPlan:
             number = 0 if cut.is_filler(index) else index
             # Behind the number of the batch stands that of the loader, on which steps may depend.
-            key = (step, signature(microbatch), rest[1:], mode, signature(starts[number]))
+            start = signature(starts[number])
+            key = (step, signature(microbatch), rest[1:], mode, start, len(cut.sizes) > 1)
             example = Example(batch, microbatch, (cut.rows, cut.sizes[number]), rest)
             context = self._contexts[step]
-            with patched([(self._module, *start) for start in starts[number].items()]):
+            there = [(self._module, *x) for x in starts[number].items() if x[1] is not ABSENT]
+            with patched(there):
                 return self._plans.get(key, lambda: self._placed.plan(step, example, context))
 
         return [plan(index, microbatch) for index, microbatch in enumerate(microbatches)]
@@ -311,10 +314,10 @@ class Pipeline:
                 min_rows if rows > 1 else 1,
             )
 
-        return choose_cut(batch, step, loader_levels(self._module), choose, min_rows)
+        return choose_cut(batch, step, loader_levels(self._module, batch), choose, min_rows)
 
     def _microbatches(self, batch: Any, cut: Cut, step: str) -> list[Any]:
-        return cut_together(batch, step, loader_levels(self._module), cut)
+        return cut_together(batch, step, loader_levels(self._module, batch), cut)
 
     def _mode(self) -> Hashable:
         """What a plan depends on besides shapes; equal on all ranks."""

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.gradients import GradientReducer
+from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.plan import Plan, make_plan, stage_modules
 from lightning_pipeline.schedules import Auto, Schedule
@@ -31,6 +33,7 @@ from lightning_pipeline.steps import (
     Carries,
     PartitionSpec,
     Placement,
+    Request,
     StepPlan,
     Survey,
     patched,
@@ -137,6 +140,7 @@ class PlacedModule:
     Attributes:
         analyst: Records the called modules.
         carries: What the steps carry from batch to batch.
+        counts: Where each step makes whole numbers that depend on the microbatch.
         placement: Where everything lives; ``None`` before the first batch.
         held: What this rank holds; ``None`` before the first batch.
     """
@@ -153,6 +157,9 @@ class PlacedModule:
         self._device, self._seed = device, seed
         self.analyst = Analyst(module, mesh.num_stages, device)
         self.carries = Carries(module)
+        self.counts: dict[str, set[Place]] = {}
+        self._ignores_targets = False
+        self._known_numbers: dict[str, set[Place]] = {}
         self.placement: Placement | None = None
         self.held: Held | None = None
 
@@ -177,6 +184,7 @@ class PlacedModule:
             dist.broadcast_object_list(box, 0)  # replicas may have seen other shapes
             self.placement = box[0]
             step, found = next(iter(surveys.items()))
+            self._ignores_targets = found.ignores_targets
             on_placed(plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE))
             del surveys, found
             self.held = self._release(self.placement)
@@ -220,25 +228,33 @@ class PlacedModule:
         device: torch.device,
         made_up: bool,
     ) -> Survey:
-        """Surveys a step, a second time on the whole batch if it carries something unknown."""
+        """Surveys a step, and again on the whole batch if that tells what a value is."""
 
         def once(batch: Any) -> Survey:
             return survey(
-                self._module,
-                step,
-                move_data_to_device(batch, device),
-                example.rest,
-                analyst=analyst,
-                context=context,
-                device=device,
-                seed=self._seed,
-                made_up=made_up,
-                only=self._options.module,
+                Request(
+                    self._module,
+                    step,
+                    move_data_to_device(batch, device),
+                    example.rest,
+                    analyst,
+                    context,
+                    device,
+                    self._seed,
+                    made_up,
+                    self._options.module,
+                )
             )
 
         found, rows = once(example.microbatch), (example.rows[1], example.rows[0])
-        if rows[0] != rows[1] and self.carries.unknown(found.carried):
-            self.carries.learn(step, found.carried, once(example.batch).carried, rows)
+        known = self._known_numbers.setdefault(step, set())
+        asks = self.carries.unknown(found.carried) or found.numbers.keys() - known
+        if rows[0] != rows[1] and asks:
+            again = once(example.batch)
+            self.carries.learn(step, found.carried, again.carried, rows)
+            known.update(found.numbers)
+            differ = {p for p, number in found.numbers.items() if again.numbers.get(p) != number}
+            self.counts.setdefault(step, set()).update(differ)
         return found
 
     def plan(self, step: str, example: Example, context: Context) -> StepPlan:
@@ -330,10 +346,12 @@ class PlacedModule:
                 counts[stage][0] += tensor.numel() * isinstance(tensor, nn.Parameter)
                 counts[stage][1] += tensor.numel() * tensor.element_size()
         empty = [stage for stage, names in enumerate(plan.stage_names) if not names]
-        note = (
-            f"stages {', '.join(map(str, empty))} are empty and only pass on what they get: the "
-            f"model has fewer pieces than the {num_stages} stages"
-        )
+        notes = self._notes(plan.step, num_microbatches)
+        if empty:
+            notes.append(
+                f"stages {', '.join(map(str, empty))} are empty and only pass on what they get: "
+                f"the model has fewer pieces than the {num_stages} stages"
+            )
         return make_plan(
             self._options.schedule,
             self._mesh.sizes,
@@ -343,8 +361,26 @@ class PlacedModule:
             [count for count, _ in counts],
             [size for _, size in counts],
             self._options.stages_per_rank,
-            [note] if empty else [],
+            notes,
         )
+
+    def _notes(self, step: str, num_microbatches: int) -> list[str]:
+        """What makes a step on microbatches another one than on the whole batch."""
+        notes: list[str] = []
+        if step != "training_step" or num_microbatches == 1:
+            return notes
+        norms = [n for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
+        if norms:
+            notes.append(
+                f"{norms[0]} ({len(norms)} such in all) normalises each microbatch by itself, as "
+                "with accumulate_grad_batches; weights will differ from those of whole batches"
+            )
+        if self._ignores_targets:
+            notes.append(
+                "training_step's loss is a mean over the targets that are not ignored; return "
+                "{'loss': loss, 'weight': their number} for the mean over the whole batch"
+            )
+        return notes
 
 
 def share(buffers: dict[int, list[Tensor]], source: int, group: dist.ProcessGroup) -> None:

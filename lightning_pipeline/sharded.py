@@ -49,16 +49,41 @@ def is_folder(path: Any) -> bool:
 
 
 def remove(path: Any) -> None:
-    """Removes the checkpoint at a path, be it a folder, a file or a link, if there is one."""
+    """Removes the checkpoint at a path, be it a folder, a file or a link, if there is one.
+
+    Raises:
+        IsADirectoryError: If there is a folder that is no checkpoint.
+    """
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
+    elif _blocks(path):
+        raise _in_the_way(path)
     elif os.path.isdir(path):
-        if os.listdir(path) and not os.path.isfile(os.path.join(path, METADATA)):
-            raise IsADirectoryError(
-                f"A checkpoint must not replace {str(path)!r}: it is a folder that holds something "
-                "else. Save to another path, or remove the folder."
-            )
         shutil.rmtree(path)
+
+
+def _blocks(path: Any) -> bool:
+    """Whether something is at a path that a checkpoint must not replace."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return False
+    return bool(os.listdir(path)) and not os.path.isfile(os.path.join(path, METADATA))
+
+
+def _in_the_way(path: Any) -> IsADirectoryError:
+    return IsADirectoryError(
+        f"A checkpoint must not replace {str(path)!r}: it is a folder that holds something else. "
+        "Save to another path, or remove the folder."
+    )
+
+
+def _replace(part: FilePath, final: FilePath) -> None:
+    """Moves a complete folder to its place; what was there goes when the new one stands."""
+    old = final.with_name(final.name + ".old")
+    remove(old)
+    if final.exists() or final.is_symlink():
+        final.rename(old)
+    part.rename(final)
+    remove(old)
 
 
 def save(
@@ -91,6 +116,10 @@ def save(
         )
     final = FilePath(path)
     part = final.with_name(final.name + ".part")
+    blocked = [_blocks(final) if mesh.global_rank == 0 else None]
+    dist.broadcast_object_list(blocked, 0)
+    if blocked[0]:
+        raise _in_the_way(final)
     if mesh.global_rank == 0:
         shutil.rmtree(part, ignore_errors=True)
     if mesh.data_rank == 0:
@@ -103,8 +132,7 @@ def save(
         dcp.save(_nested(own), storage_writer=writer, process_group=mesh.pipeline_group)
         if mesh.global_rank == 0:
             torch.save(_rest(checkpoint, agreement, parameter_names), part / REST)
-            remove(final)
-            part.rename(final)
+            _replace(part, final)
     dist.barrier()
 
 

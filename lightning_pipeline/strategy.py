@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -26,7 +27,11 @@ from lightning_pipeline.batchnorm import restore, synchronise
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import sees_old_gradients, without_compilation
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
-from lightning_pipeline.monitoring import count_replicas, keep_examples_with_weights
+from lightning_pipeline.monitoring import (
+    count_replicas,
+    keep_examples_with_weights,
+    validate_together,
+)
 from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.placing import Context, Held, Options
@@ -180,18 +185,15 @@ class PipelineStrategy(SavingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         without_compilation(module)
         kept = self._kept_pipeline(module)
-        check_module_name(module, self._options.module)
-        check_parameters(module)
-        check_precision(self.precision_plugin)
-        if self._shards_checkpoints:
-            check_checkpoint_io(self.checkpoint_io)
-        if not self._gathers_after_run:
-            check_gathering(trainer.callbacks)  # type: ignore[attr-defined]
+        self._check(trainer, module, fitting)
         if fitting:
-            check_module(module, self._layer_sync)
             everything = self._layer_sync is not None and self.mesh.sizes.data > 1
             self._synchronised = synchronise(module, self.mesh, everything)
         if self.mesh.sizes.data == 1:
+            # There is nobody to synchronise with.
+            warnings.filterwarnings(
+                "ignore", r"It is recommended to use `self.log\(.*sync_dist=True"
+            )
             # Lightning's injected DistributedSampler always shuffles in training.
             trainer._accelerator_connector.use_distributed_sampler = False
         share_random_state(self.mesh, self.root_device)
@@ -202,12 +204,25 @@ class PipelineStrategy(SavingStrategy):
         self.model_to_device()
         self._end_examples = keep_examples_with_weights(module)
         count_replicas(trainer.callbacks, self.mesh.sizes)  # type: ignore[attr-defined]
+        validate_together(trainer)
         self._pipeline = self._make_pipeline(module, kept)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             self._norm = WholeNorm(self.mesh, self._what_is_held, self.root_device)
+
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
+        """Refuses what cannot be run, before anything is changed."""
+        check_module_name(module, self._options.module)
+        check_parameters(module)
+        check_precision(self.precision_plugin)
+        if self._shards_checkpoints:
+            check_checkpoint_io(self.checkpoint_io)
+        if not self._gathers_after_run:
+            check_gathering(trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting:
+            check_module(module, self._layer_sync)
 
     def _kept_pipeline(self, module: pl.LightningModule) -> Pipeline | None:
         """The pipeline of an earlier run that left the module spread."""

@@ -201,13 +201,15 @@ def _converted(first: _Elsewhere, func: Any, args: tuple, kwargs: dict[str, Any]
 
 def _error(operation: str, arguments: Any) -> ElsewhereError:
     found = next(_placeholders(arguments))
-    kind = "parameter" if isinstance(found, nn.Parameter) else "buffer"
+    kind = "parameter" if isinstance(found, nn.Parameter) else "tensor"
     return ElsewhereError(
         f"{operation!r} needs the {kind} {found.elsewhere_name!r}, which is on "
         f"{_stages(found)} of the pipeline and not on this one. Use it in the step or in the "
         "forward of a module, where it is seen before the weights are placed, or after the run, "
-        "when the module is whole again. After a run with PipelineStrategy(gather_after_run=False) "
-        "it is not: load a checkpoint into a new module, Model.load_from_checkpoint(PATH)"
+        "when the module is whole again (unless PipelineStrategy has gather_after_run=False: then "
+        "load a checkpoint, Model.load_from_checkpoint(PATH)). A hook may loop over this rank's "
+        "own parameters, those with p.is_meta False; the callback EMAWeightAveraging of Lightning "
+        "keeps an average of all weights"
     )
 
 

@@ -14,7 +14,7 @@ from lightning_pipeline.steps.plan import (
 )
 from lightning_pipeline.steps.runner import Microbatch, Runner
 from lightning_pipeline.steps.streams import mix, random_state, set_random_state, stream
-from lightning_pipeline.steps.survey import Survey, survey
+from lightning_pipeline.steps.survey import Request, Survey, survey
 
 __all__ = [
     "Analyst",
@@ -22,6 +22,7 @@ __all__ = [
     "Microbatch",
     "PartitionSpec",
     "Placement",
+    "Request",
     "Runner",
     "StepPlan",
     "Survey",

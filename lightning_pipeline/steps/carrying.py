@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.steps.attributes import ABSENT
 
 _SAME, _COUNT = "same", "count"
 _Kind = int | str
@@ -165,8 +166,11 @@ class Carries:
     ) -> None:
         """Notes what a step carries, from two surveys; see :meth:`Carry.of`."""
         for name, first in seen.items():
-            if name in again and name not in self._known:
-                self._known[name] = Carry.of(step, name, first, again[name], rows)
+            if name in self._known:
+                continue
+            if name not in again:
+                raise _refused(step, name)
+            self._known[name] = Carry.of(step, name, first, again[name], rows)
 
     def unknown(self, names: Iterable[str]) -> bool:
         """Whether something of it is not known yet."""
@@ -175,7 +179,7 @@ class Carries:
     def wholes(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of ``names`` that are carried, as the batch before or a hook left them."""
         attributes = self._module.__dict__
-        return {n: attributes[n] for n in names if n in self._known and n in attributes}
+        return {n: attributes.get(n, ABSENT) for n in names if n in self._known}
 
     def starts(self, wholes: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
         """What each microbatch starts from; see :meth:`Carry.cut`."""
@@ -232,5 +236,6 @@ def _refused(step: str, name: str) -> StepError:
         f"{step} reads self.{name} and then sets it to something that depends on the batch and has "
         "no row a sample, such as a sum or a moving average. A step runs once a microbatch, so "
         "the value over the whole batch is not known in it. Update it in on_train_batch_end (or "
-        "on_validation_batch_end) from what the step returns, or use a torchmetrics object."
+        "on_validation_batch_end) from what the step returns, or use a torchmetrics object; a "
+        "count of samples must begin in __init__."
     )

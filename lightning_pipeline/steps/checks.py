@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -63,36 +62,6 @@ def refuse_writes(
             "times, and not equally on all ranks. Do it in a hook behind the step, e.g. "
             "on_train_batch_end, or in the forward of a module that the step calls."
         )
-
-
-@contextmanager
-def attributes_noted(module: LightningModule) -> Iterator[dict[str, Any]]:
-    """Notes which attributes of ``module`` are read before they are first set, with their values.
-
-    Python asks the class alone about reads, so it is another one for the block.
-    """
-    kind = type(module)
-    read: dict[str, Any] = {}
-    written: set[str] = set()
-
-    def get(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
-        if not name.startswith("__") and name not in written and name in self.__dict__:
-            read.setdefault(name, value)
-        return value
-
-    def put(self: Any, name: str, value: Any) -> None:
-        written.add(name)
-        kind.__setattr__(self, name, value)
-
-    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(
-        kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **same}
-    )
-    try:
-        yield read
-    finally:
-        module.__class__ = kind
 
 
 def drop_unused_gradients(

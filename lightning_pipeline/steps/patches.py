@@ -1,4 +1,4 @@
-"""Changes of the user's objects that last for one block: patched methods, silence, snapshots."""
+"""Changes of the user's objects that last for one block: patched methods, silence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_pipeline.splitting import is_elsewhere, state_items
-from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.splitting import state_items
 from lightning_pipeline.steps.pending import Pending, TensorMeta
 
 _MISSING = object()
@@ -58,22 +56,6 @@ def targets(
         if (name or not opaque_forward) and next(state_items(child), None) is not None:
             found.append((name, child))
     return found
-
-
-def assigned_attributes(module: LightningModule, before: dict[str, Any]) -> tuple[str, ...]:
-    """Names that a step has set on the LightningModule to values that can be sent.
-
-    Args:
-        module: The user's LightningModule.
-        before: Its attributes before the step.
-    """
-    sendable = (type(None), bool, int, float, str, Tensor, np.ndarray)
-    return tuple(
-        name
-        for name, value in module.__dict__.items()
-        if before.get(name, _MISSING) is not value
-        and all(isinstance(leaf, sendable) for leaf in pytree.tree_leaves(value))
-    )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -139,29 +121,3 @@ def silenced(module: LightningModule, readable: bool = False) -> list[tuple[obje
         if isinstance(child, Metric):
             changes += [(child, method, nothing) for method in ("forward", "update", "compute")]
     return changes
-
-
-@contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Puts back buffers, attributes and the contents of containers on every module."""
-    attributes = [(child, dict(child.__dict__)) for child in module.modules()]
-    contents = [
-        (value, type(value)(value))
-        for _, saved in attributes
-        for key, value in saved.items()
-        if type(value) in (list, dict, set)
-        and (key in ("_parameters", "_buffers") or not key.startswith("_"))
-    ]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_elsewhere(b)]
-    try:
-        yield
-    finally:
-        for value, content in contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-        for child, saved in attributes:
-            child.__dict__.clear()
-            child.__dict__.update(saved)
-        with torch.no_grad():
-            for buffer, saved_buffer in buffers:
-                buffer.copy_(saved_buffer)

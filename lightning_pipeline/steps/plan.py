@@ -20,6 +20,7 @@ from lightning_pipeline.splitting import (
     repeated_blocks,
 )
 from lightning_pipeline.steps.analyst import PLAIN
+from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
@@ -70,7 +71,7 @@ class StepPlan:
         carried: Tensors that cross into each stage, besides the fingerprints.
         last_call: Index of the last call that each stage has a part in, -1 for none.
         writes_batch: Whether the step writes to its batch.
-        grown: Names of the LightningModule's lists that the step appends to.
+        grown: Where the LightningModule's lists are that the step appends to.
         assigned: Names of the LightningModule's other attributes that the step sets.
         reads: Names of its attributes that the step reads.
         targets: The modules whose calls are cut, with their names.
@@ -84,7 +85,7 @@ class StepPlan:
     calls: list[Call]
     cuts: list[list[int]]
     writes_batch: bool
-    grown: tuple[str, ...]
+    grown: tuple[Path, ...]
     assigned: tuple[str, ...]
     reads: frozenset[str]
     targets: list[tuple[str, nn.Module]]

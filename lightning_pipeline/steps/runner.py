@@ -20,6 +20,15 @@ from lightning_pipeline.batch import copied
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import PLAIN, signature_of
+from lightning_pipeline.steps.attributes import (
+    ABSENT,
+    Path,
+    is_sendable,
+    lengths_of,
+    own_attributes,
+    set_attributes,
+    take_off,
+)
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
@@ -102,7 +111,7 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]]
     device: torch.device
     mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
-    appended: dict[str, list[Any]] = field(default_factory=dict)
+    appended: dict[Path, list[Any]] = field(default_factory=dict)
     assigned: dict[str, Any] = field(default_factory=dict)
     _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
 
@@ -179,33 +188,34 @@ class Runner:
             changes += self._silenced
         else:
             changes.append((module, "log", microbatch.log))
-        lists = [(name, getattr(module, name)) for name in plan.grown]
-        lengths = [len(entries) for _, entries in lists]
-        attributes = module.__dict__
-        attributes.update(microbatch.starts)
-        before = {name: attributes.get(name, self) for name in plan.assigned}
+        set_attributes(module, microbatch.starts)
+        before = own_attributes(module)
+        lengths = lengths_of(module, before, plan.grown)
         try:
             with stream(microbatch.seed, self.device), self.context(), patched(changes):
                 returned = getattr(module, plan.step)(batch, *microbatch.rest)
         except StageDone:
             return None
         finally:
-            self.appended = {}
-            for (name, entries), length in zip(lists, lengths, strict=True):
-                self.appended[name] = entries[length:]
-                del entries[length:]
-            self.assigned = {
-                name: attributes[name]
-                for name, value in before.items()
-                if name in attributes
-                and (
-                    name in microbatch.starts
-                    or attributes[name] is not value
-                    or isinstance(value, PLAIN)
-                )
-            }
+            self.appended = take_off(module, before, plan.grown, lengths)
+            self.assigned = self._assigned(plan, microbatch, before)
         self._check_complete(plan, progress, is_last)
         return returned
+
+    def _assigned(
+        self, plan: StepPlan, microbatch: Microbatch, before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Attributes that the step has set, and those that it carries."""
+        return {
+            name: value
+            for name, value in own_attributes(self.module).items()
+            if (
+                (old := before.get(name, ABSENT)) is not value
+                or name in microbatch.starts
+                or (name in plan.assigned and isinstance(old, PLAIN))
+            )
+            and is_sendable(value)
+        }
 
     def _check_complete(self, plan: StepPlan, progress: _Progress, is_last: bool) -> None:
         made, planned = progress.num_calls, len(plan.calls)

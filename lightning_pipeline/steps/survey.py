@@ -7,7 +7,7 @@ on every stage and is never recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +18,16 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied, leaves
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
-from lightning_pipeline.merging import detached
+from lightning_pipeline.merging import Place, detached, list_place, whole_numbers
 from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, signature_of
+from lightning_pipeline.steps.attributes import Path, Snapshot, attributes_noted, untouched
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.carrying import Observed
-from lightning_pipeline.steps.checks import (
-    attributes_noted,
-    drop_unused_gradients,
-    no_calls,
-    refuse_writes,
-)
-from lightning_pipeline.steps.patches import (
-    assigned_attributes,
-    past_compilation,
-    patched,
-    silenced,
-    targets,
-    untouched,
-)
+from lightning_pipeline.steps.checks import drop_unused_gradients, no_calls, refuse_writes
+from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
 from lightning_pipeline.steps.taint import Taint
@@ -53,10 +42,13 @@ class Survey:
         used: Parameters and buffers that the step's own code uses, with the number of calls made
             before the first use.
         writes_batch: Whether the step writes in place to its batch.
-        grown: Names of the LightningModule's lists that the step appends to.
+        grown: Where the LightningModule's lists are that the step appends to.
         assigned: Names of the LightningModule's other attributes that the step sets.
         reads: Names of its attributes that the step reads before it sets them, if it does.
         carried: Those that are in both, as they were before and behind the step.
+        numbers: Whole numbers that it returns, sets or appends, by their place.
+        ignores_targets: Whether its loss is a mean over targets of which some are ignored, and it
+            returns no weight.
         targets: The modules whose calls are cut, with their names.
         error: What the step raised behind its last call, for later messages.
     """
@@ -64,10 +56,12 @@ class Survey:
     calls: list[Call]
     used: dict[str, int]
     writes_batch: bool
-    grown: tuple[str, ...]
+    grown: tuple[Path, ...]
     assigned: tuple[str, ...]
     reads: frozenset[str]
     carried: dict[str, Observed]
+    numbers: dict[Place, int]
+    ignores_targets: bool
     targets: list[tuple[str, nn.Module]]
     error: Exception | None
 
@@ -92,6 +86,7 @@ class _Surveyor:
         self.inside = False
         self._stand_ins = self._make_stand_ins()
         self.taint: Taint | None = None
+        self.logged: dict[str, Any] = {}
 
     def _make_stand_ins(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
         """Ones for all parameters (without memory) and buffers, whether they are here or not."""
@@ -110,6 +105,10 @@ class _Surveyor:
     def show_stand_ins(self, shown: bool) -> None:
         for owner, key, own, ones in self._stand_ins:
             owner[key] = ones if shown else own
+
+    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for ``self.log``."""
+        self.logged[name] = value
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -203,22 +202,11 @@ class _Surveyor:
         return answer
 
 
-def survey(
-    module: LightningModule,
-    step: str,
-    batch: Any,
-    rest: tuple[Any, ...],
-    *,
-    analyst: Analyst,
-    context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    seed: int,
-    made_up: bool,
-    only: str | None = None,
-) -> Survey:
-    """Runs ``module.<step>(batch, *rest)`` once to see its calls; nothing of it stays.
+@dataclass(frozen=True)
+class Request:
+    """What to survey.
 
-    Args:
+    Attributes:
         module: The user's LightningModule; weights that are elsewhere are made up.
         step: Name of the step method.
         batch: One microbatch.
@@ -230,94 +218,129 @@ def survey(
         made_up: Answer calls by made-up values instead of running them. Ranks that do not hold
             the same weights then see the same, whatever the step decides by them.
         only: Dotted name of the single module to cut, ``None`` for all that hold weights.
+    """
+
+    module: LightningModule
+    step: str
+    batch: Any
+    rest: tuple[Any, ...]
+    analyst: Analyst
+    context: Callable[[], AbstractContextManager[Any]]
+    device: torch.device
+    seed: int
+    made_up: bool
+    only: str | None = None
+
+
+def survey(request: Request) -> Survey:
+    """Runs a step once to see its calls; nothing of it stays.
 
     Raises:
         StepError: If the step does something that stages cannot follow.
         SplitError: If a called module cannot be recorded although its weights are elsewhere.
     """
-    arguments = (module, step, batch, rest, analyst, context, device, seed, made_up, only)
-    try:
-        return _survey(*arguments, opaque_forward=False)
-    except _LookThrough:
-        return _survey(*arguments, opaque_forward=True)
+    grad = torch.is_grad_enabled()
+    # Out of the inference mode of an evaluation, whose tensors count no versions.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        try:
+            return _survey(request, opaque_forward=False)
+        except _LookThrough:
+            return _survey(request, opaque_forward=True)
 
 
 class _LookThrough(BaseException):
     """The LightningModule's own forward cannot be recorded: its calls are cut instead."""
 
 
-def _survey(
-    module: LightningModule,
-    step: str,
-    batch: Any,
-    rest: tuple[Any, ...],
-    analyst: Analyst,
-    context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    seed: int,
-    made_up: bool,
-    only: str | None,
-    *,
-    opaque_forward: bool,
-) -> Survey:
-    batch = copied(batch)
-    batch_versions = [(t, t._version) for t in leaves(batch) if isinstance(t, Tensor)]
-    error: Exception | None = None
-    with untouched(module), stream(seed, device), context():
-        run = _Surveyor(module, analyst, analyst.ambient(), device, made_up)
-        run.taint = Taint(module, lambda: len(run.calls))
-        cut_at = targets(module, opaque_forward, only)
-        wrapped: list[tuple[object, str, Any]]
-        wrapped = [(m, "forward", run.wrap(n, m)) for n, m in cut_at]
-        for _, m in cut_at:
-            wrapped += past_compilation(m, lambda: run.inside)
+def _survey(asked: Request, opaque_forward: bool) -> Survey:
+    module, batch = asked.module, copied(asked.batch)
+    versions = [(t, t._version) for t in leaves(batch) if isinstance(t, Tensor)]
+    cut_at = targets(module, opaque_forward, asked.only)
+    with untouched(module), stream(asked.seed, asked.device), asked.context():
+        run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
+        before = Snapshot.of(module)
         state = {name: tensor for *_, name, tensor in state_items(module)}
-        run.show_stand_ins(True)
-        lengths = {k: len(v) for k, v in module.__dict__.items() if type(v) is list}
-        attributes = dict(module.__dict__)
-        returned: Any = None
-        try:
-            patches = patched([*wrapped, *silenced(module, readable=True)])
-            with patches, run.taint, attributes_noted(module) as read:
-                returned = getattr(module, step)(batch, *rest)
-        except PipelineError:
-            raise
-        except Exception as raised:  # behind the last call it does no harm; see Runner for before
-            error = raised.with_traceback(None)  # its frames would keep the graph alive
-        finally:
-            run.show_stand_ins(False)
+        returned, error, read = _observe(run, asked, batch, cut_at)
         assert run.taint is not None
-        refuse_writes(module, step, run.calls, run.taint.written, state)
-        grown = tuple(
-            name
-            for name, length in lengths.items()
-            if type(entries := module.__dict__.get(name)) is list and len(entries) > length
-        )
-        assigned = assigned_attributes(module, attributes)
+        refuse_writes(module, asked.step, run.calls, run.taint.written, state)
+        after = Snapshot.of(module)
+        grown, assigned = before.grown(after, asked.step), before.assigned(after)
+        made = {
+            "output": returned,
+            "logs": run.logged,
+            "lists": {path: after.lists[path][len(before.lists.get(path, ())) :] for path in grown},
+            "attributes": {name: detached(after.attributes[name]) for name in assigned},
+        }
         carried = {
-            name: Observed(read[name], detached(after), run.taint.is_made(after))
-            for name in assigned
+            name: Observed(read[name], value, run.taint.is_made(after.attributes[name]))
+            for name, value in made["attributes"].items()
             if name in read
-            for after in [module.__dict__[name]]
         }
         drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
     if not run.calls:
-        raise no_calls(module, step, error) from error
-    canonical = canonical_names(module)
-    for call, versions in zip(run.calls, run.versions, strict=True):
-        call.cloned = any(tensor._version != version for tensor, version in versions)
-    used: dict[str, int] = {}
-    for name, before in run.taint.used.items():
-        used[canonical[name]] = min(before, used.get(canonical[name], before))
-    writes_batch = any(tensor._version != version for tensor, version in batch_versions)
+        raise no_calls(module, asked.step, error) from error
+    for call, answers in zip(run.calls, run.versions, strict=True):
+        call.cloned = any(tensor._version != version for tensor, version in answers)
     return Survey(
-        run.calls,
-        used,
-        writes_batch,
-        grown,
-        assigned,
-        frozenset(read),
-        carried,
-        cut_at,
-        error,
+        calls=run.calls,
+        used=_first_uses(module, run.taint),
+        writes_batch=any(tensor._version != version for tensor, version in versions),
+        grown=grown,
+        assigned=assigned,
+        reads=frozenset(read),
+        carried=carried,
+        numbers=_numbers_in(made),
+        ignores_targets=run.taint.ignores_targets and not _has_weight(returned),
+        targets=cut_at,
+        error=error,
     )
+
+
+def _observe(
+    run: _Surveyor, asked: Request, batch: Any, cut_at: list[tuple[str, nn.Module]]
+) -> tuple[Any, Exception | None, dict[str, Any]]:
+    """What the step returns and raises, and the attributes that it reads."""
+    module = asked.module
+    run.taint = Taint(module, lambda: len(run.calls))
+    changes: list[tuple[object, str, Any]]
+    changes = [(child, "forward", run.wrap(name, child)) for name, child in cut_at]
+    for _, child in cut_at:
+        changes += past_compilation(child, lambda: run.inside)
+    changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
+    returned, error, read = None, None, {}
+    run.show_stand_ins(True)
+    try:
+        with patched(changes), run.taint, attributes_noted(module) as read:
+            returned = getattr(module, asked.step)(batch, *asked.rest)
+    except PipelineError:
+        raise
+    except Exception as raised:  # behind the last call it does no harm; see Runner for before
+        error = raised.with_traceback(None)  # its frames would keep the graph alive
+    finally:
+        run.show_stand_ins(False)
+    return returned, error, read
+
+
+def _has_weight(returned: Any) -> bool:
+    return isinstance(returned, Mapping) and returned.get("weight") is not None
+
+
+def _first_uses(module: LightningModule, taint: Taint) -> dict[str, int]:
+    canonical = canonical_names(module)
+    used: dict[str, int] = {}
+    for name, before in taint.used.items():
+        used[canonical[name]] = min(before, used.get(canonical[name], before))
+    return used
+
+
+def _numbers_in(made: dict[str, Any]) -> dict[Place, int]:
+    """Whole numbers that the step makes; see :class:`lightning_pipeline.merging.Merger`."""
+    found = dict(whole_numbers(made["output"], ("output",)))
+    for name, value in made["logs"].items():
+        found.update(whole_numbers(value, ("log", name)))
+    for name, value in made["attributes"].items():
+        found.update(whole_numbers(value, ("attributes", name)))
+    for path, entries in made["lists"].items():
+        for index, entry in enumerate(entries):
+            found.update(whole_numbers(entry, list_place(path, index)))
+    return found

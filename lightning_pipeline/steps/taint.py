@@ -8,9 +8,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline.batch import leaves
 from lightning_pipeline.splitting import state_items
 from lightning_pipeline.splitting.torch_private import storage_of
 from lightning_pipeline.steps.pending import READS, tensors, writes_in_place
+
+_TOKEN_MEANS = ("cross_entropy", "nll_loss")
+
+
+def _ignores(
+    input: Tensor,
+    target: Tensor,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    """Whether one of these losses, with their arguments, leaves out targets."""
+    return not target.is_floating_point() and bool((target == ignore_index).any())
 
 
 class Taint(TorchFunctionMode):
@@ -21,6 +37,7 @@ class Taint(TorchFunctionMode):
         self.off = False
         self.used: dict[str, int] = {}
         self.written: set[str] = set()
+        self.ignores_targets = False
         self._num_calls = num_calls
         self._sources: dict[int, frozenset[int]] = {}
         self._kept: list[Tensor] = []
@@ -37,7 +54,7 @@ class Taint(TorchFunctionMode):
 
     def is_made(self, tree: Any) -> bool:
         """Whether a tensor in ``tree`` comes from a call."""
-        return any(self._sources.get(id(t)) for t in tensors(tree))
+        return any(self._sources.get(id(leaf)) for leaf in leaves(tree))
 
     def mark(self, tree: Any, calls: frozenset[int]) -> None:
         for tensor in tensors(tree):
@@ -58,6 +75,7 @@ class Taint(TorchFunctionMode):
         return out
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.ignores_targets |= name in _TOKEN_MEANS and _ignores(*args, **kwargs)
         given, calls = tensors((args, kwargs)), self.sources((args, kwargs))
         writes = writes_in_place(name) and name != "requires_grad_"
         if calls:

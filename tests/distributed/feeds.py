@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import timer
+from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 
 from tests.distributed.fits import Run, Script, distance
 from tests.distributed.ranks import run_ranks
@@ -74,3 +79,12 @@ class Several:
 def feeds(data, model=Perceptron, **trainer):
     trainer = {"max_steps": -1, "max_epochs": 1, **trainer}
     return Feeds(model, partial(vectors, 8), data=data, trainer=trainer)
+
+
+def own_clock(module: L.LightningModule) -> None:
+    """Gives this rank a clock of its own: a second a step on rank 0, ten on the others."""
+    speed = 1.0 if os.environ["RANK"] == "0" else 10.0
+    clock = SimpleNamespace(**vars(time))
+    clock.monotonic = lambda: module.trainer.global_step * speed
+    for user in (timer, evaluation_loop, fit_loop, training_epoch_loop):
+        user.time = clock

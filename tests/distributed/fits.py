@@ -70,13 +70,17 @@ class Script:
         training, validation = self.dataset()
         trainer.fit(
             module,
-            DataLoader(training, self.batch_size),
+            self.loader(training),
             DataLoader(validation, max(2, self.batch_size // 2)),
         )
         extra = self.after(trainer, module) if self.after is not None else None
         state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return Run(state, metrics, extra)
+
+    def loader(self, training: TensorDataset) -> DataLoader:
+        """The training's loader."""
+        return DataLoader(training, self.batch_size)
 
     def plain(self, replicas: int = 1, deadline: float = 60) -> Run:
         """The run without a pipeline: on one device, or as DDP."""

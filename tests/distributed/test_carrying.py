@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.fits import Script, distance, rows
 from tests.distributed.ranks import RankFailed
@@ -151,11 +153,55 @@ class MovingAverage(Perceptron):
         return F.mse_loss(out - self.center, batch[1])
 
 
+class AddsInPlace(SumsLosses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        loss = Perceptron.training_step(self, batch, batch_idx)
+        self.total += loss.detach()
+        return loss
+
+
+class BeginsLate(Perceptron):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        before = getattr(self, "average", None)
+        now = loss.detach()
+        self.average = now if before is None else 0.9 * before + 0.1 * now
+        return loss
+
+
+class CountsInADict(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = {"steps": 0}
+
+    def training_step(self, batch, batch_idx):
+        self.stats["steps"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+class QueuesInADeque(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = deque(maxlen=3)
+
+    def training_step(self, batch, batch_idx):
+        self.queue.append(batch[0].mean())
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("model", "count", "message"),
     [
         (SumsLosses, 48, "reads self.total and then sets it to something.*on_train_batch_end"),
         (MovingAverage, 48, "reads self.center and then sets it to something.*torchmetrics"),
+        (AddsInPlace, 48, "changes self.total in place.*on_train_batch_end"),
+        (BeginsLate, 48, "reads self.average and then sets it to something"),
+        (CountsInADict, 48, r"changes self.stats\['steps'\] in place.*setting an attribute"),
+        (QueuesInADeque, 48, "changes self.queue in place.*appending to lists"),
         (Recurrent, 40, r"self.hidden carries samples.*dim 1.*\(2, 16, 8\).*8 samples.*drop_last"),
     ],
 )
@@ -181,3 +227,24 @@ def test_a_single_microbatch_knows_the_whole_batch(model):
 
 
 CARRIED = {SumsLosses: "total", MovingAverage: "center"}
+
+
+class OneRow(Script):
+    """A first batch of one row, which is not cut, then batches that are."""
+
+    def loader(self, training):
+        return DataLoader(training, batch_sampler=[[0], [*range(1, 9)], [*range(9, 17)]])
+
+
+@pytest.mark.parametrize("model", [Counters, SumsLosses])
+def test_the_first_batch_need_not_be_cut(model):
+    script = OneRow(model, lambda: vectors(17), trainer={"limit_val_batches": 0, "max_steps": 6})
+    if model is SumsLosses:
+        with pytest.raises(RankFailed, match=r"reads self\.total and then sets it"):
+            script.pipelined(2, deadline=30)
+        return
+    script.after = see
+    expected = script.plain()
+    for run in script.pipelined(2):
+        assert distance(run, expected) <= TOLERANCE
+        torch.testing.assert_close(run.extra, expected.extra, rtol=1e-12, atol=1e-14)

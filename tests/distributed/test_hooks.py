@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
+
 import lightning as L
 import pytest
 import torch
@@ -37,10 +40,17 @@ class Base(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+@dataclass
+class Answer:
+    values: torch.Tensor
+    positive: torch.Tensor
+
+
 class SetsAttributes(Base):
     def __init__(self) -> None:
         super().__init__()
         self.first_rows, self.cached, self.last_loss = None, None, None
+        self.lists, self.made, self.nested = {"x": [], "y": []}, defaultdict(list), [[], []]
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -53,7 +63,11 @@ class SetsAttributes(Base):
         loss = F.mse_loss(self.answers, y)
         self.last_loss = loss.item()
         self.rows = len(x)
-        return loss
+        self.answer = Answer(self.answers, (self.answers > 0).sum())
+        self.lists["x"].append(x)
+        self.made[batch_idx].append({"rows": len(x), "index": batch_idx})
+        self.nested[batch_idx % 2].append(loss.detach())
+        return {"loss": loss, "four": 4, "index": batch_idx, "rows": len(x), "hits": (y > 0).sum()}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append(
@@ -64,6 +78,9 @@ class SetsAttributes(Base):
                 "cached": self.cached,
                 "loss": [self.last_loss, outputs["loss"].detach()],
                 "rows": self.rows,
+                "answer": [self.answer.values.detach(), self.answer.positive],
+                "lists": [list(self.lists["x"]), dict(self.made), [list(x) for x in self.nested]],
+                "outputs": {k: v for k, v in outputs.items() if k != "loss"},
             }
         )
 

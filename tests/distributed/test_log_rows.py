@@ -386,7 +386,7 @@ def test_a_step_talks_once_a_microbatch(ranks, schedule, capfd):
 )
 def test_logs_that_cannot_be_joined_are_refused(calls, message):
     module = Logs()
-    recorder = LogRecorder(module, StepMetrics(module), {})
+    recorder = LogRecorder(module, StepMetrics(module), {}, set())
     with pytest.raises(StepError, match=message):
         for arguments in calls:
             recorder("loss", torch.tensor(1.0), **arguments)

@@ -148,7 +148,16 @@ class UsesForeignWeight(Perceptron):
         self.log("first", self.net[0].weight.abs().sum() + self.net[-1].weight.abs().sum())
 
 
+class ReturnsFunction(Perceptron):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "more": lambda: 1}
+
+
 REFUSED = {
+    "returns a function": (
+        ReturnsFunction,
+        "must be known on every rank, but cannot be sent.*tens",
+    ),
     "manual optimization": (Manual, "needs automatic optimization.*Return the loss"),
     "own backward": (OwnBackward, "OwnBackward.backward would never be called.*on_after_backward"),
     "two optimizers": (TwoOptimizers, "optimizer"),
@@ -167,6 +176,7 @@ REFUSED = {
     "foreign weight": (UsesForeignWeight, "'net.*' *, *which is on stage"),
 }
 EVERYWHERE = {
+    "returns a function",
     "value dependent own forward",
     "manual optimization", "own backward", "two optimizers", "LBFGS", "value dependent", "no call",
     "no tensors", "writes weights", "counts in a buffer", "binds a buffer anew", "foreign weight",

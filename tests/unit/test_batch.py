@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict, namedtuple
+import threading
+from collections import ChainMap, UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,18 +86,110 @@ class Sample:
     name: list[str]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda x: Sample(x, ["a"] * 6), lambda x: UserDict(x=x), lambda x: defaultdict(list, x=x)],
-)
-def test_containers_that_torch_does_not_know(make):
-    batch = make(torch.arange(12).view(6, 2))
+class Inner(MutableMapping):
+    """Keeps its data in a dict of its own, beside a list."""
+
+    def __init__(self, **data):
+        self._data, self.names = data, [*data]
+
+    def __getitem__(self, key):
+        return self._data[key]
+
+    def __setitem__(self, key, value):
+        self._data[key] = value
+
+    def __delitem__(self, key):
+        del self._data[key]
+
+    def __iter__(self):
+        return iter(self._data)
+
+    def __len__(self):
+        return len(self._data)
+
+
+class Slotted(Inner):
+    __slots__ = ("_data",)
+
+    def __init__(self, **data):
+        self._data = data
+
+
+class Bare(dict):
+    __slots__ = ()
+
+
+class AttrDict(dict):
+    """Its keys are its attributes."""
+
+    def __init__(self, **data):
+        super().__init__(**data)
+        self.__dict__ = self
+
+
+class Twice(dict):
+    """Has attributes of its own, one of which is a value too."""
+
+    def __init__(self, **data):
+        super().__init__(**data, number=3)
+        self.x, self.lock = data["x"], threading.Lock()  # which nobody can copy
+
+
+class Far(Inner):
+    """Keeps its data where nobody looks."""
+
+    def __init__(self, **data):
+        self.far = SimpleNamespace(data=data)
+
+    _data = property(lambda self: self.far.data)
+
+
+class Refuses(Inner):
+    def __copy__(self):
+        raise TypeError("no copies")
+
+
+MAPPINGS = {
+    "defaultdict": lambda x: defaultdict(list, x=x),
+    "UserDict": lambda x: UserDict(x=x),
+    "ChainMap": lambda x: ChainMap({"x": x}, {"y": x}),
+    **{kind.__name__: lambda x, kind=kind: kind(x=x) for kind in (Inner, Slotted, Bare)},
+    "AttrDict": lambda x: AttrDict(x=x, inner=AttrDict(x=x)),
+    "Twice": lambda x: Twice(x=x),
+    "dataclass": lambda x: Sample(x, ["a"] * 6),
+}
+
+
+@pytest.mark.parametrize("case", MAPPINGS)
+def test_containers_that_torch_does_not_know(case):
+    x = torch.arange(12).view(6, 2)
+    batch = MAPPINGS[case](x)
     assert num_rows(batch, "training_step") == 6
     parts = cut_batch(batch, even_cut(6, 2, 2))
     assert type(parts[0]) is type(batch)
     assert signature(parts[0]) == signature(parts[1]) != signature(batch)
     assert checksum(parts[0]) != checksum(parts[1])
     assert checksum(copied(batch)) == checksum(batch)
+    for holder, rows in (
+        (batch, x),
+        (parts[0], x[:3]),
+        (parts[1], x[3:]),
+        (copied(parts[1]), x[3:]),
+    ):
+        if hasattr(holder, "keys"):
+            assert torch.equal(holder["x"], rows)
+        if case in ("AttrDict", "Twice"):
+            assert holder.x is holder["x"]
+        if case == "AttrDict":
+            assert torch.equal(holder.inner.x, rows)
+
+
+@pytest.mark.parametrize("kind", [Far, Refuses])
+def test_mappings_that_cannot_be_copied_are_refused(kind):
+    batch = kind(x=torch.ones(6))
+    with pytest.raises(StepError, match=rf"a {kind.__name__}, which .*dict\(batch\).*collate_fn"):
+        cut_batch(batch, even_cut(6, 2, 2))
+    assert len(batch["x"]) == 6
 
 
 def test_lists_of_samples_are_cut_as_lists():
@@ -105,6 +200,18 @@ def test_lists_of_samples_are_cut_as_lists():
     first, second = cut_batch(batch, even_cut(4, 2, 2))
     assert [len(part) for part in (*first, *second)] == [2, 2, 2, 2]
     assert second[0][1] is images[3] and second[1][0] is targets[2]
+
+
+@pytest.mark.parametrize("make", [torch.ones, lambda *shape: np.ones(shape)])
+def test_features_of_several_levels_are_no_list_of_samples(make):
+    levels = [make(8, 4, 5), make(8, 5, 2)]
+    batch = [torch.ones(8, 3), levels, torch.ones(8)]
+    assert num_rows(batch, "training_step") == 8
+    parts = cut_batch(batch, even_cut(8, 2, 2))
+    assert [level.shape[0] for part in parts for level in part[1]] == [4] * 4
+    images = [make(3, 4, 5), make(3, 5, 2)]  # with as many channels each
+    first, second = cut_batch([images, torch.ones(2)], even_cut(2, 2, 2))
+    assert first[0][0] is images[0] and second[0][0] is images[1]
 
 
 def test_several_inputs_of_one_shape_are_no_list_of_samples():
@@ -170,6 +277,7 @@ def test_loaders_are_cut_into_equal_shares(rows, sizes):
     batch["b"] = [torch.rand(rows[1], 2), torch.rand(rows[1], 3)]
     cut = choose_cut(batch, "training_step", 1, lambda count: (min(count, 4), 4), 1)
     assert cut.sizes == sizes and cut.total == 4
+    assert {sum(found) for found in cut.all_sizes} == {*rows} and cut.all_sizes[0] == sizes
     parts = cut_together(batch, "training_step", 1, cut)
     assert len(parts) == 4 and all(part["none"] is None for part in parts)
     for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Small pure parts of a pass: random streams, parked gradients, merged outputs, joined metrics."""
+"""Small pure parts of a pass: random streams, parked gradients, merged outputs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import random
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.logs import LogRecorder
 from lightning_pipeline.merging import Merger
-from lightning_pipeline.metrics import _APART, StepMetrics, _join
-from lightning_pipeline.steps import mix, patched, stream
+from lightning_pipeline.metrics import StepMetrics
+from lightning_pipeline.steps import mix, stream
 from lightning_pipeline.steps.pending import Pending, TensorMeta
 from tests.models.modules import Perceptron
 
@@ -100,69 +99,21 @@ def test_what_microbatches_made_is_joined(values, joined):
             return {key: plain(item) for key, item in value.items()}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    merged = Merger([2, 1], [2 / 3, 1 / 3], set())(values)
+    merged = Merger([2, 1], [2 / 3, 1 / 3], set())(values, ())
     assert type(merged) is type(joined) and plain(merged) == plain(joined)
 
 
-def test_a_whole_number_that_once_counted_no_samples_never_does():
-    merge = Merger([1, 1], [0.5, 0.5], set())
-    made = [[{"rows": 1, "index": index}] * 2 for index in (0, 1, 2)]
-    assert [merge(values) for values in made] == [{"rows": 2, "index": i} for i in (0, 1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("values", "joined"),
-    [
-        ((2, 3), 5),  # numbers of samples
-        ((torch.tensor(2), torch.tensor(3)), torch.tensor(5)),
-        ((7, 7), 7),
-        ((7, 8), _APART),
-        ((1.0, 2.0), 1.6),
-        ((torch.tensor(1.0), torch.tensor(2.0)), torch.tensor(1.6)),
-        ((torch.ones(2, 1), torch.zeros(3, 1)), torch.tensor([[1.0], [1], [0], [0], [0]])),
-        ((torch.ones(4), torch.zeros(6)), torch.tensor([1.0] * 4 + [0] * 6)),  # tokens
-        ((torch.ones(5), torch.ones(5)), torch.ones(5)),  # class weights
-        ((torch.ones(5), torch.zeros(5)), _APART),
-        (("mean", "mean"), "mean"),
-        (("a", "b"), _APART),
-        ((None, None), None),
-    ],
-)
-def test_joined_arguments_of_metrics(values, joined):
-    result = _join(values, [2, 3])
-    if isinstance(joined, torch.Tensor):
-        torch.testing.assert_close(result, joined)
-    else:
-        assert result == joined if joined is not _APART else result is _APART
-
-
-class Measured(Perceptron):
-    def __init__(self):
-        super().__init__()
-        self.error = torchmetrics.MeanSquaredError()
-        self.f1 = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
-
-
-def test_metrics_see_whole_batches():
-    module = Measured()
-    reference = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
-    scores, labels = torch.randn(7, 3), torch.tensor([0, 1, 2, 0, 0, 1, 1])
-    metrics = StepMetrics(module)
-    for start, stop in ((0, 4), (4, 7)):
-        metrics.begin(stop - start)
-        with patched(metrics.patches()):
-            module.f1(scores[start:stop], labels[start:stop])
-            with pytest.raises(StepError, match=r"computes self\.f1"):
-                module.f1.compute()
-    assert module.f1._update_count == 0
-    metrics.finish()
-    assert module.f1._forward_cache == reference(scores, labels)
-    assert module.f1.compute() == reference.compute()
+def test_whole_numbers_that_depend_on_the_microbatch_are_added():
+    merge = Merger([1, 1], [0.5, 0.5], {("rows",)})
+    values = {"rows": [1, 1], "index": [1, 1], "hits": [0, 1]}
+    assert {n: merge(v, (n,)) for n, v in values.items()} == {"rows": 2, "index": 1, "hits": 1}
+    assert merge([1, 1], ("hits",)) == 2  # it was seen to differ
+    assert merge([torch.tensor(3)] * 2, ("rows",)) == 6
 
 
 def test_logs_are_weighted_by_rows():
-    module = Measured()
-    recorder = LogRecorder(module, StepMetrics(module), {})
+    module = Perceptron()
+    recorder = LogRecorder(module, StepMetrics(module), {}, set())
     for rows, value in ((3, 1.0), (1, 5.0)):
         recorder.rows = rows
         recorder("mean", torch.tensor(value))

@@ -94,7 +94,7 @@ def test_use_raises(use: str) -> None:
     [
         ("0.bias", "needs the parameter '0.bias', which is on stage 1 of the pipeline"),
         ("1.weight", "needs the parameter '1.weight', which is on stages 2, 3 of the pipeline"),
-        ("ids", "needs the buffer 'ids', which is on another stage of the pipeline"),
+        ("ids", "needs the tensor 'ids', which is on another stage of the pipeline"),
     ],
 )
 def test_message_names_the_holders(name: str, message: str) -> None:

@@ -60,13 +60,13 @@ class Merger:
     everywhere stays itself, and of anything else the list over the microbatches is given.
 
     Args:
-        sizes: Rows of each microbatch.
+        sizes: Rows of each microbatch, in the batch of each loader.
         shares: What each counts in means; their sum is 1.
         counts: Where there are whole numbers that depend on the microbatch, although they may be
             equal for all of this batch; more are added when they are seen to differ.
     """
 
-    sizes: Sequence[int]
+    sizes: Sequence[Sequence[int]]
     shares: Sequence[float]
     counts: set[Place]
 
@@ -75,7 +75,7 @@ class Merger:
         first = values[0]
         if len(values) == 1:
             return detached(first)
-        if _is_list_of_rows(values, self.sizes):
+        if any(_is_list_of_rows(values, sizes) for sizes in self.sizes):
             return [entry for value in values for entry in value]
         if isinstance(first, Tensor) or (parts := parts_of(first)) is None:
             return self._leaf(values, place)
@@ -115,7 +115,7 @@ class Merger:
         if all(isinstance(value, Tensor) for value in values):
             return self._tensor([value.detach() for value in values], place)
         if all(isinstance(value, np.ndarray) and value.ndim for value in values):
-            return np.concatenate(values) if _have_rows(values, self.sizes) else list(values)
+            return np.concatenate(values) if self._have_rows(values) else list(values)
         if all(isinstance(value, (float, np.floating)) for value in values):
             shares = zip(values, self.shares, strict=True)
             return type(first)(sum(value * share for value, share in shares if share))
@@ -128,7 +128,7 @@ class Merger:
     def _tensor(self, values: Sequence[Tensor], place: Place) -> Any:
         first = values[0]
         if first.ndim:
-            return torch.cat(list(values)) if _have_rows(values, self.sizes) else list(values)
+            return torch.cat(list(values)) if self._have_rows(values) else list(values)
         if first.is_floating_point():
             return mean(values, self.shares)
         if first.dtype == torch.bool:
@@ -136,6 +136,11 @@ class Merger:
             return first if same else list(values)
         numbers = [int(value) for value in values]
         return first.new_tensor(sum(numbers)) if self._counts(numbers, place) else first
+
+    def _have_rows(self, values: Sequence[Any]) -> bool:
+        """Whether these have the rows of the microbatches, in the batch of some loader."""
+        lengths = [len(value) for value in values]
+        return any(lengths == list(sizes) for sizes in self.sizes)
 
     def _counts(self, values: Sequence[int], place: Place) -> bool:
         if len(set(values)) > 1:
@@ -169,7 +174,3 @@ def _is_list_of_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
         for value, n in zip(values, sizes, strict=True)
         for leaf in leaves(value)
     )
-
-
-def _have_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    return all(len(value) == n for value, n in zip(values, sizes, strict=True))

@@ -165,7 +165,7 @@ class StepPass:
         return self.metrics.filled(self._merger().lists(self.appended))
 
     def _merger(self) -> Merger:
-        return Merger(self.cut.sizes, self._shares(), self.counts)
+        return Merger(self.cut.all_sizes, self._shares(), self.counts)
 
     def assigned_attributes(self) -> dict[str, Any]:
         """What the step would have set attributes to for the whole batch, on the last stage."""

@@ -23,19 +23,21 @@ from lightning_pipeline.loaders import choose_cut, cut_together, loader_levels, 
 from lightning_pipeline.logs import LogExchange, LogRecorder
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.metrics import StepMetrics
+from lightning_pipeline.observing import Candidate, Context, Example
 from lightning_pipeline.passes import StepPass
-from lightning_pipeline.placing import (
-    Candidate,
-    Context,
-    Example,
-    Held,
-    Options,
-    PlacedModule,
-    share,
-)
+from lightning_pipeline.placing import Held, Options, PlacedModule, share
 from lightning_pipeline.plan import Plan
-from lightning_pipeline.steps import Microbatch, Runner, StepPlan, mix, patched, stream
-from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
+from lightning_pipeline.steps import (
+    ABSENT,
+    Microbatch,
+    Runner,
+    StepPlan,
+    append,
+    mix,
+    patched,
+    set_attributes,
+    stream,
+)
 from lightning_pipeline.writing import Writers
 
 _CACHED_PLANS = 128
@@ -229,11 +231,11 @@ class Pipeline:
         number = self._counters[step] = self._counters.get(step, 0) + 1
         seed = mix(self._seed, *step.encode(), number if count is None else count)
         metrics = StepMetrics(self._module, cut.all_sizes)
-        counts = self._placed.counts.setdefault(step, set())
+        counts = self._placed.observer.counts.setdefault(step, set())
         recorder = LogRecorder(self._module, metrics, self._sizes.setdefault(step, {}), counts)
         batches = self._microbatches(batch, cut, step)
         plans = self._plans_of(step, batch, batches, cut, rest)
-        carries = self._placed.carries
+        carries = self._placed.observer.carries
         wholes = carries.wholes(frozenset().union(*(plan.reads for plan in plans)))
         starts = carries.starts(wholes, cut.sizes)
         microbatches = [
@@ -265,7 +267,7 @@ class Pipeline:
     def _plans_of(
         self, step: str, batch: Any, microbatches: list[Any], cut: Cut, rest: tuple[Any, ...]
     ) -> list[StepPlan]:
-        starts, mode = self._placed.carries.likely_starts(step, cut.sizes), self._mode()
+        starts, mode = self._placed.observer.carries.likely_starts(step, cut.sizes), self._mode()
 
         def plan(index: int, microbatch: Any) -> StepPlan:
             number = 0 if cut.is_filler(index) else index

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.gradients import GradientReducer
-from lightning_pipeline.merging import Place
-from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.observing import Candidate, Context, Example, Observer
 from lightning_pipeline.plan import Plan, make_plan, stage_modules
 from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.splitting import (
@@ -28,21 +24,7 @@ from lightning_pipeline.splitting import (
     restore,
     state_items,
 )
-from lightning_pipeline.steps import (
-    Analyst,
-    Carries,
-    PartitionSpec,
-    Placement,
-    Request,
-    StepPlan,
-    Survey,
-    patched,
-    place,
-    plan_step,
-    survey,
-)
-
-Context = Callable[[], AbstractContextManager[Any]]
+from lightning_pipeline.steps import PartitionSpec, Placement, StepPlan, place, plan_step
 
 # Sending a byte costs about as much as touching twenty in memory (PCIe 4 or 200 Gbit/s links
 # against the device's memory); it only has to tell cheap cuts from dear ones.
@@ -93,40 +75,6 @@ class Held:
         }
 
 
-@dataclass(frozen=True)
-class Example:
-    """What a step is surveyed on.
-
-    Attributes:
-        batch: The whole batch.
-        microbatch: The first microbatch of it.
-        rows: Rows of both.
-        rest: The step's further arguments.
-    """
-
-    batch: Any
-    microbatch: Any
-    rows: tuple[int, int]
-    rest: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A step that the model may be placed by.
-
-    Attributes:
-        step: Name of the step method.
-        context: Its precision context.
-        example: A batch for it.
-        is_next: Whether it is about to run on this batch; others may fail on it.
-    """
-
-    step: str
-    context: Context
-    example: Example
-    is_next: bool
-
-
 class PlacedModule:
     """A LightningModule whose weights are spread over stages by its first batch.
 
@@ -138,9 +86,7 @@ class PlacedModule:
         seed: Seed of random numbers drawn in surveys.
 
     Attributes:
-        analyst: Records the called modules.
-        carries: What the steps carry from batch to batch.
-        counts: Where each step makes whole numbers that depend on the microbatch.
+        observer: Surveys its steps.
         placement: Where everything lives; ``None`` before the first batch.
         held: What this rank holds; ``None`` before the first batch.
     """
@@ -154,12 +100,8 @@ class PlacedModule:
         seed: int,
     ) -> None:
         self._module, self._mesh, self._options = module, mesh, options
-        self._device, self._seed = device, seed
-        self.analyst = Analyst(module, mesh.num_stages, device)
-        self.carries = Carries(module)
-        self.counts: dict[str, set[Place]] = {}
-        self._ignores_targets = False
-        self._known_numbers: dict[str, set[Place]] = {}
+        self._device, self._ignores_targets = device, False
+        self.observer = Observer(module, mesh, options.module, device, seed)
         self.placement: Placement | None = None
         self.held: Held | None = None
 
@@ -171,8 +113,7 @@ class PlacedModule:
             on_placed: Called with the plan of the step that the model was placed by.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            with self._mesh.within(Scope.ALONE):
-                surveys = self._surveys(candidates)
+            surveys = self.observer.observe_all(candidates)
             placement = place(
                 self._module,
                 list(surveys.values()),
@@ -189,80 +130,10 @@ class PlacedModule:
             del surveys, found
             self.held = self._release(self.placement)
 
-    def _surveys(self, candidates: list[Candidate]) -> dict[str, Survey]:
-        surveys = {}
-        for candidate in candidates:
-            try:
-                found = self._survey_one(candidate)
-            except PipelineError:
-                if candidate.is_next:
-                    raise
-                continue  # another kind of batch, say; it speaks up when its own comes
-            if found.error is None or candidate.is_next:
-                surveys[candidate.step] = found
-        return surveys
-
-    def _survey_one(self, candidate: Candidate) -> Survey:
-        """Surveys in the step's mode where the weights are: on the host, before they are placed."""
-        modes = [(child, child.training) for child in self._module.modules()]
-        host = next((t.device for *_, t in state_items(self._module)), self._device)
-        analyst = self.analyst
-        if host != self._device:
-            analyst = Analyst(self._module, self._mesh.num_stages, host, analyst.leaves)
-        try:
-            self._module.train(candidate.step == "training_step")
-            with patched([(self._module, "_device", host)]):
-                return self._survey(
-                    candidate.step, candidate.example, candidate.context, analyst, host, False
-                )
-        finally:
-            for child, training in modes:
-                child.training = training
-
-    def _survey(
-        self,
-        step: str,
-        example: Example,
-        context: Context,
-        analyst: Analyst,
-        device: torch.device,
-        made_up: bool,
-    ) -> Survey:
-        """Surveys a step, and again on the whole batch if that tells what a value is."""
-
-        def once(batch: Any) -> Survey:
-            return survey(
-                Request(
-                    self._module,
-                    step,
-                    move_data_to_device(batch, device),
-                    example.rest,
-                    analyst,
-                    context,
-                    device,
-                    self._seed,
-                    made_up,
-                    self._options.module,
-                )
-            )
-
-        found, rows = once(example.microbatch), (example.rows[1], example.rows[0])
-        known = self._known_numbers.setdefault(step, set())
-        asks = self.carries.unknown(found.carried) or found.numbers.keys() - known
-        if rows[0] != rows[1] and asks:
-            again = once(example.batch)
-            self.carries.learn(step, found.carried, again.carried, rows)
-            known.update(found.numbers)
-            differ = {p for p, number in found.numbers.items() if again.numbers.get(p) != number}
-            self.counts.setdefault(step, set()).update(differ)
-        return found
-
     def plan(self, step: str, example: Example, context: Context) -> StepPlan:
         """Plans one signature of a step of the placed module."""
         assert self.placement is not None
-        made_up = self._mesh.sizes.pipeline > 1
-        with self._mesh.within(Scope.ALONE):
-            found = self._survey(step, example, context, self.analyst, self._device, made_up)
+        found = self.observer.observe(step, example, context, self._mesh.sizes.pipeline > 1)
         return plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE)
 
     def _release(self, placement: Placement) -> Held:

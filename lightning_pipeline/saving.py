@@ -46,9 +46,11 @@ class SavingStrategy(FailingStrategy):
             return
         whole = checkpoints.gather(checkpoint, self.mesh, self.root_device)
         if whole is not None:
-            if sharded.is_folder(filepath):
-                sharded.remove(filepath)
-            super().save_checkpoint(whole, filepath, storage_options)
+            if os.path.isdir(filepath):
+                with sharded.replaced(filepath):
+                    super().save_checkpoint(whole, filepath, storage_options)
+            else:
+                super().save_checkpoint(whole, filepath, storage_options)
         self.barrier()
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -76,13 +77,25 @@ def _in_the_way(path: Any) -> IsADirectoryError:
     )
 
 
-def _replace(part: FilePath, final: FilePath) -> None:
-    """Moves a complete folder to its place; what was there goes when the new one stands."""
+@contextmanager
+def replaced(path: Any) -> Iterator[None]:
+    """Keeps what is at a path aside until something new stands there.
+
+    A process that is killed meanwhile leaves the old checkpoint, at the path or beside it with
+    ``.old`` behind its name; the next save to the path finds it there.
+    """
+    final = FilePath(path)
     old = final.with_name(final.name + ".old")
+    is_there = final.exists() or final.is_symlink()
+    if old.exists() and not is_there:
+        old.rename(final)
+        is_there = True
     remove(old)
-    if final.exists() or final.is_symlink():
+    if is_there:
+        if _blocks(final):
+            raise _in_the_way(final)
         final.rename(old)
-    part.rename(final)
+    yield
     remove(old)
 
 
@@ -132,7 +145,8 @@ def save(
         dcp.save(_nested(own), storage_writer=writer, process_group=mesh.pipeline_group)
         if mesh.global_rank == 0:
             torch.save(_rest(checkpoint, agreement, parameter_names), part / REST)
-            _replace(part, final)
+            with replaced(final):
+                part.rename(final)
     dist.barrier()
 
 

@@ -33,8 +33,9 @@ from lightning_pipeline.monitoring import (
     validate_together,
 )
 from lightning_pipeline.norms import WholeNorm
+from lightning_pipeline.observing import Context
 from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.placing import Context, Held, Options
+from lightning_pipeline.placing import Held, Options
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.refusals import (
     check_callbacks,

@@ -27,6 +27,7 @@ from lightning_pipeline.splitting.torch_private import (
     saved_tensor_hooks,
     without_saved_tensor_hooks,
 )
+from lightning_pipeline.steps.attributes import class_patched
 from lightning_pipeline.steps.pending import TensorMeta
 
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -266,23 +267,20 @@ def _own_forward(module: nn.Module) -> Iterator[set[str]]:
     Yields:
         Names of the attributes that were read.
     """
-    kind, read = type(module), set()
+    kind = type(module)
+    original, read = kind.__getattribute__, set()
 
-    class Watched(kind):  # type: ignore[valid-type, misc]
-        def __getattribute__(self, name: str) -> Any:
+    def get(self: Any, name: str) -> Any:
+        if self is module:
             read.add(name)
             if name in ("log", "log_dict"):
                 raise SplitError(
                     "", f"it calls self.{name}", "Log in the step, behind the call of the model."
                 )
-            return super().__getattribute__(name)
+        return original(self, name)
 
-    Watched.__name__, Watched.__qualname__ = kind.__name__, kind.__qualname__
-    module.__class__ = Watched
-    try:
+    with class_patched(kind, {"__getattribute__": get}):
         yield read
-    finally:
-        module.__class__ = kind
 
 
 def plain_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+import enum
+import zlib
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,46 +26,74 @@ Path = tuple[Any, ...]
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 """Stands for an attribute that is not there."""
 
-_SENDABLE = (type(None), bool, int, float, str, Tensor, np.ndarray, np.generic)
+_SENDABLE = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum, Tensor, np.ndarray, np.generic),
+    *(torch.dtype, torch.device, torch.Size),
+)
 
 
 @contextmanager
-def attributes_noted(module: LightningModule) -> Iterator[dict[str, Any]]:
-    """Notes which attributes of ``module`` are read before they are first set.
+def class_patched(kind: type, methods: dict[str, Any]) -> Iterator[None]:
+    """Sets methods of a class for the block; Python asks the class alone about attributes."""
+    before = {name: kind.__dict__.get(name, ABSENT) for name in methods}
+    for name, method in methods.items():
+        setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is ABSENT:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, method)
 
-    Python asks the class alone about reads, so it is another one for the block.
 
-    Yields:
-        Their values, ``ABSENT`` for one that was looked for and not there.
+@dataclass
+class Uses:
+    """What a step does with attributes.
+
+    Attributes:
+        read: Those that it reads before it first sets them, with their values; ``ABSENT`` for one
+            that was looked for and not there.
+        reads: How often it does so.
+        read_again: Those that it reads after it has set them.
     """
+
+    read: dict[str, Any] = field(default_factory=dict)
+    reads: Counter[str] = field(default_factory=Counter)
+    read_again: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def attributes_noted(module: LightningModule) -> Iterator[Uses]:
+    """Notes which attributes of ``module`` are read and set."""
     kind = type(module)
-    read: dict[str, Any] = {}
-    written: set[str] = set()
+    get_original, set_original = kind.__getattribute__, kind.__setattr__
+    uses, written = Uses(), set()
 
     def get(self: Any, name: str) -> Any:
-        if name.startswith("__") or name in written:
-            return kind.__getattribute__(self, name)
+        if self is not module or name.startswith("__"):
+            return get_original(self, name)
+        if name in written:
+            uses.read_again.add(name)
+            return get_original(self, name)
         try:
-            value = kind.__getattribute__(self, name)
+            value = get_original(self, name)
         except AttributeError:  # a submodule, or nothing
-            read.setdefault(name, ABSENT)
+            uses.read.setdefault(name, ABSENT)
             raise
-        if name in self.__dict__:
-            read.setdefault(name, value)
+        uses.reads[name] += 1
+        if name in self.__dict__ or not callable(value):  # or of the class
+            uses.read.setdefault(name, value)
         return value
 
     def put(self: Any, name: str, value: Any) -> None:
-        written.add(name)
-        kind.__setattr__(self, name, value)
+        if self is module:
+            written.add(name)
+        set_original(self, name, value)
 
-    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(
-        kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **same}
-    )
-    try:
-        yield read
-    finally:
-        module.__class__ = kind
+    with class_patched(kind, {"__getattribute__": get, "__setattr__": put}):
+        yield uses
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -106,6 +137,11 @@ class Snapshot:
             if not value.is_inference():
                 self.others[path] = (value, value._version)
             return
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            self.others[path] = (value, zlib.crc32(value.tobytes()))
+            return
+        if isinstance(value, SimpleNamespace):
+            value = vars(value)
         if not isinstance(value, (MutableMapping, MutableSequence, MutableSet)):
             if len(path) > 1:
                 self.others[path] = (value, None)
@@ -128,11 +164,11 @@ class Snapshot:
                     self._walk((*path, index), item, seen)
 
     def assigned(self, after: Snapshot) -> tuple[str, ...]:
-        """Names that were set in between to values that can be sent to other ranks."""
+        """Names that were set in between."""
         return tuple(
             name
             for name, value in after.attributes.items()
-            if self.attributes.get(name, ABSENT) is not value and is_sendable(value)
+            if self.attributes.get(name, ABSENT) is not value
         )
 
     def grown(self, after: Snapshot, step: str) -> tuple[Path, ...]:
@@ -144,6 +180,8 @@ class Snapshot:
         changed = {
             n for n, v in after.attributes.items() if self.attributes.get(n, ABSENT) is not v
         }
+        for name in self.attributes.keys() - after.attributes.keys():
+            raise _changed(step, (name,))
         found: list[Path] = []
         for path, entries in after.lists.items():
             if path[0] in changed or any(path[: len(done)] == done for done in found):
@@ -174,6 +212,25 @@ def is_sendable(value: Any) -> bool:
     return all(isinstance(leaf, _SENDABLE) for leaf in leaves(value))
 
 
+def refuse_objects(
+    step: str, names: Iterable[str], values: dict[str, Any], uses: Uses
+) -> tuple[str, ...]:
+    """The names whose values can be sent.
+
+    Raises:
+        StepError: If the step goes on from one that cannot.
+    """
+    sendable = [name for name in names if is_sendable(values[name])]
+    for name in names:
+        if name not in sendable and uses.read.get(name, ABSENT) is not ABSENT:
+            raise StepError(
+                f"{step} reads self.{name} and then sets it to something with objects in it that "
+                f"other ranks cannot have, {type(values[name]).__name__}. Keep tensors, arrays, "
+                "numbers and texts in containers, or set it in a hook such as on_train_batch_end."
+            )
+    return tuple(sendable)
+
+
 def set_attributes(module: LightningModule, values: dict[str, Any]) -> None:
     """Sets attributes past any ``__setattr__``; one that is ``ABSENT`` goes."""
     for name, value in values.items():
@@ -188,10 +245,10 @@ def own_attributes(module: LightningModule) -> dict[str, Any]:
     return dict(_own_attributes(module))
 
 
-def lengths_of(
+def lists_of(
     module: LightningModule, attributes: dict[str, Any], nested: Iterable[Path]
-) -> dict[Path, int]:
-    """Lengths of the lists that a step may append to.
+) -> dict[Path, list[Any]]:
+    """Entries of the lists that a step may append to.
 
     Args:
         module: The LightningModule.
@@ -199,25 +256,32 @@ def lengths_of(
         nested: Lists inside other containers that the step appended to when it was surveyed; all
             that lie as deep in the same attribute are looked at.
     """
-    return {path: len(entries) for path, entries in _lists(module, attributes, nested)}
+    return {path: list(entries) for path, entries in _lists(module, attributes, nested)}
 
 
 def take_off(
     module: LightningModule,
     attributes: dict[str, Any],
     nested: Iterable[Path],
-    lengths: dict[Path, int],
+    before: dict[Path, list[Any]],
+    step: str,
 ) -> dict[Path, list[Any]]:
-    """Takes off what was appended to lists since they had ``lengths``, and gives it."""
+    """Takes off what a step has appended to lists since they were as ``before``, and gives it.
+
+    Raises:
+        StepError: If one was changed in any other way.
+    """
     taken = {}
     for path, entries in list(_lists(module, attributes, nested)):
-        length = lengths.get(path)
-        if length is None:
+        old = before.get(path)
+        if old is None:
             taken[path] = list(entries)
             del _at(module, path[:-1])[path[-1]]
-        elif len(entries) > length:
-            taken[path] = entries[length:]
-            del entries[length:]
+        elif not _begins_with(entries, old):
+            raise _changed(step, path)
+        elif len(entries) > len(old):
+            taken[path] = entries[len(old) :]
+            del entries[len(old) :]
     return taken
 
 

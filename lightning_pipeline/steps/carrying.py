@@ -22,7 +22,7 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.attributes import ABSENT
 
-_SAME, _COUNT = "same", "count"
+_SAME, _COUNT, _AHEAD, _ROWS = "same", "count", "count that is used", "rows"
 _Kind = int | str
 """Dim of a tensor that counts samples; or what a leaf without samples does."""
 
@@ -35,11 +35,15 @@ class Observed:
         before: Its value before the step.
         after: Its value behind it, tensors detached.
         made: Whether a tensor in it comes from a module's call.
+        reads: How often the step reads it before it first sets it.
+        read_again: Whether it reads it after that.
     """
 
     before: Any
     after: Any
     made: bool
+    reads: int
+    read_again: bool
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,11 @@ class Carry:
             raise _refused(step, name)
         if len(starts) != len(leaves):
             starts = [None] * len(leaves)
-        kinds = [
-            _kind(pair, start, rows, first.made)
-            for pair, start in zip(zip(leaves, others, strict=True), starts, strict=True)
-        ]
+        seconds = pytree.tree_leaves(second.before)
+        if len(seconds) != len(leaves):
+            seconds = [None] * len(leaves)
+        columns = zip(leaves, others, starts, seconds, strict=True)
+        kinds = [_kind(*column, rows, first) for column in columns]
         if None in kinds:
             raise _refused(step, name)
         return cls(step, name, tuple(kind for kind in kinds if kind is not None))
@@ -101,6 +106,10 @@ class Carry:
         kinds = self.kinds if len(self.kinds) == len(leaves) else (_SAME,) * len(leaves)
         columns = []
         for leaf, kind in zip(leaves, kinds, strict=True):
+            if kind == _AHEAD and type(leaf) is int:
+                # The step counts its rows and uses the number, which is that of the whole batch.
+                columns.append([leaf + sum(sizes) - size for size in sizes])
+                continue
             if isinstance(kind, str) or not isinstance(leaf, Tensor):
                 columns.append([leaf] * len(sizes))
                 continue
@@ -139,6 +148,8 @@ class Carry:
                 joined.append(torch.cat(leaves, kind))
             elif kind == _COUNT:
                 joined.append(starts[index] + sum(leaf - starts[index] for leaf in leaves))
+            elif kind == _ROWS:
+                joined.append(sum(leaves))
             elif all(_equal(leaf, leaves[0]) for leaf in leaves):
                 joined.append(leaves[0])
             else:
@@ -178,8 +189,12 @@ class Carries:
 
     def wholes(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of ``names`` that are carried, as the batch before or a hook left them."""
-        attributes = self._module.__dict__
-        return {n: attributes.get(n, ABSENT) for n in names if n in self._known}
+        attributes, kind = self._module.__dict__, type(self._module)
+        return {
+            name: attributes.get(name, getattr(kind, name, ABSENT))
+            for name in names
+            if name in self._known
+        }
 
     def starts(self, wholes: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
         """What each microbatch starts from; see :meth:`Carry.cut`."""
@@ -207,18 +222,26 @@ class Carries:
         }
 
 
-def _kind(pair: tuple[Any, Any], start: Any, rows: tuple[int, int], made: bool) -> _Kind | None:
-    leaf, other = pair
+def _kind(
+    leaf: Any, other: Any, start: Any, other_start: Any, rows: tuple[int, int], seen: Observed
+) -> _Kind | None:
+    """What a leaf is, by its values behind two surveys and before them."""
     if isinstance(leaf, Tensor) and isinstance(other, Tensor):
         shapes = list(zip(leaf.shape, other.shape, strict=False))
         differing = [dim for dim, (a, b) in enumerate(shapes) if a != b]
         if leaf.ndim == other.ndim and len(differing) == 1:
             dim = differing[0]
             return dim if shapes[dim] == rows else None
-        return _SAME if not made and _equal(leaf, other) else None
-    numbers = all(type(value) is int for value in (leaf, other, start))
-    if numbers and (leaf - start, other - start) == rows:
-        return _COUNT
+        return _SAME if not seen.made and _equal(leaf, other) else None
+    if all(type(value) is int for value in (leaf, other, start, other_start)):
+        added = (leaf - start, other - other_start)
+        if added == rows:
+            if not seen.read_again:
+                return _COUNT
+            return _AHEAD if seen.reads == 1 else None
+        if (leaf, other) == rows:
+            return _ROWS
+        return _SAME if added[0] == added[1] or leaf == other else None
     return _SAME if _equal(leaf, other) else None
 
 

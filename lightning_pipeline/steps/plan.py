@@ -18,6 +18,7 @@ from lightning_pipeline.splitting import (
     partition,
     partition_uniform,
     repeated_blocks,
+    state_items,
 )
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
@@ -176,9 +177,15 @@ def place(
         order = Order(other.calls, woven=True)
         cuts = _cut_for(order, Placement(num_stages, holders), seconds_per_byte)
         _hold(holders, other, order, cuts, num_stages)
+    called = frozenset().union(*(r for s in surveys for call in s.calls for r in call.reads))
+    canonical, everywhere = canonical_names(module), frozenset(range(num_stages))
+    buffers = {name for *_, name, t in state_items(module) if not isinstance(t, nn.Parameter)}
     complete: dict[str, frozenset[int]] = {}
     previous = frozenset({0})
-    for name in dict.fromkeys(canonical_names(module).values()):
+    for name in dict.fromkeys(canonical.values()):
+        if name in buffers - called:  # it is there for hooks, which run on every rank
+            complete[name] = everywhere
+            continue
         # What no call used goes with its predecessor, so that unused weights are saved and moved.
         previous = holders[name] if name in holders else frozenset({min(previous)})
         complete[name] = previous

@@ -24,7 +24,7 @@ from lightning_pipeline.steps.attributes import (
     ABSENT,
     Path,
     is_sendable,
-    lengths_of,
+    lists_of,
     own_attributes,
     set_attributes,
     take_off,
@@ -190,14 +190,14 @@ class Runner:
             changes.append((module, "log", microbatch.log))
         set_attributes(module, microbatch.starts)
         before = own_attributes(module)
-        lengths = lengths_of(module, before, plan.grown)
+        lists = lists_of(module, before, plan.grown)
         try:
             with stream(microbatch.seed, self.device), self.context(), patched(changes):
                 returned = getattr(module, plan.step)(batch, *microbatch.rest)
         except StageDone:
             return None
         finally:
-            self.appended = take_off(module, before, plan.grown, lengths)
+            self.appended = take_off(module, before, plan.grown, lists, plan.step)
             self.assigned = self._assigned(plan, microbatch, before)
         self._check_complete(plan, progress, is_last)
         return returned
@@ -205,17 +205,19 @@ class Runner:
     def _assigned(
         self, plan: StepPlan, microbatch: Microbatch, before: dict[str, Any]
     ) -> dict[str, Any]:
-        """Attributes that the step has set, and those that it carries."""
-        return {
-            name: value
-            for name, value in own_attributes(self.module).items()
-            if (
-                (old := before.get(name, ABSENT)) is not value
-                or name in microbatch.starts
-                or (name in plan.assigned and isinstance(old, PLAIN))
-            )
-            and is_sendable(value)
-        }
+        """Attributes that the step has set, and those that it carries.
+
+        They are taken back, so that every microbatch begins with what the batch before has left.
+        """
+        assigned = {}
+        for name, value in own_attributes(self.module).items():
+            old = before.get(name, ABSENT)
+            known = name in microbatch.starts or (name in plan.assigned and isinstance(old, PLAIN))
+            if (old is value and not known) or not is_sendable(value):
+                continue
+            assigned[name] = value
+            set_attributes(self.module, {name: old})
+        return assigned
 
     def _check_complete(self, plan: StepPlan, progress: _Progress, is_last: bool) -> None:
         made, planned = progress.num_calls, len(plan.calls)

@@ -23,7 +23,14 @@ from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, signature_of
-from lightning_pipeline.steps.attributes import Path, Snapshot, attributes_noted, untouched
+from lightning_pipeline.steps.attributes import (
+    Path,
+    Snapshot,
+    Uses,
+    attributes_noted,
+    refuse_objects,
+    untouched,
+)
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.carrying import Observed
 from lightning_pipeline.steps.checks import drop_unused_gradients, no_calls, refuse_writes
@@ -260,11 +267,12 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
         before = Snapshot.of(module)
         state = {name: tensor for *_, name, tensor in state_items(module)}
-        returned, error, read = _observe(run, asked, batch, cut_at)
+        returned, error, uses = _observe(run, asked, batch, cut_at)
         assert run.taint is not None
         refuse_writes(module, asked.step, run.calls, run.taint.written, state)
         after = Snapshot.of(module)
         grown, assigned = before.grown(after, asked.step), before.assigned(after)
+        assigned = refuse_objects(asked.step, assigned, after.attributes, uses)
         made = {
             "output": returned,
             "logs": run.logged,
@@ -272,9 +280,15 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
             "attributes": {name: detached(after.attributes[name]) for name in assigned},
         }
         carried = {
-            name: Observed(read[name], value, run.taint.is_made(after.attributes[name]))
+            name: Observed(
+                uses.read[name],
+                value,
+                run.taint.is_made(after.attributes[name]),
+                uses.reads[name],
+                name in uses.read_again,
+            )
             for name, value in made["attributes"].items()
-            if name in read
+            if name in uses.read
         }
         drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
     if not run.calls:
@@ -287,7 +301,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         writes_batch=any(tensor._version != version for tensor, version in versions),
         grown=grown,
         assigned=assigned,
-        reads=frozenset(read),
+        reads=frozenset(uses.read),
         carried=carried,
         numbers=_numbers_in(made),
         ignores_targets=run.taint.ignores_targets and not _has_weight(returned),
@@ -298,8 +312,8 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
 
 def _observe(
     run: _Surveyor, asked: Request, batch: Any, cut_at: list[tuple[str, nn.Module]]
-) -> tuple[Any, Exception | None, dict[str, Any]]:
-    """What the step returns and raises, and the attributes that it reads."""
+) -> tuple[Any, Exception | None, Uses]:
+    """What the step returns and raises, and how it uses attributes."""
     module = asked.module
     run.taint = Taint(module, lambda: len(run.calls))
     changes: list[tuple[object, str, Any]]
@@ -307,10 +321,10 @@ def _observe(
     for _, child in cut_at:
         changes += past_compilation(child, lambda: run.inside)
     changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
-    returned, error, read = None, None, {}
+    returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)
     try:
-        with patched(changes), run.taint, attributes_noted(module) as read:
+        with patched(changes), run.taint, attributes_noted(module) as uses:
             returned = getattr(module, asked.step)(batch, *asked.rest)
     except PipelineError:
         raise
@@ -318,7 +332,7 @@ def _observe(
         error = raised.with_traceback(None)  # its frames would keep the graph alive
     finally:
         run.show_stand_ins(False)
-    return returned, error, read
+    return returned, error, uses
 
 
 def _has_weight(returned: Any) -> bool:

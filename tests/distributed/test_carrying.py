@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
+from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +89,49 @@ class Counters(Base):
         self.seen.append(torch.tensor(numbers))
 
 
+class Mode(enum.Enum):
+    WARM, COLD = 1, 2
+
+
+class Odd(Base):
+    """State that begins late, is of the class, is used, or only looks carried."""
+
+    kept = 0
+
+    def __init_subclass__(cls, *, needed="a subclass of this needs an argument", **kwargs):
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.late, self.factor, self.rows, self.samples = 0, 1.0, 0, 0
+        self.mode, self.quiet = Mode.WARM, None
+        self.register_buffer("center", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        assert type(self) is Odd
+        if batch_idx > 0:
+            self.late += 1
+            self.factor = self.factor * 0.9
+        self.kept += 1
+        if self.rows >= 0:
+            self.rows = len(x)
+        self.samples += len(x)
+        self.mode = Mode.COLD if self.mode is Mode.WARM else Mode.WARM
+        if batch_idx % 2:
+            self.quiet = x[:, :2]
+        loss = F.mse_loss(self.net(x), y) * self.factor / self.samples
+        self.log("samples", self.samples)
+        self.log("rows", len(x))
+        return loss * (2 if self.mode is Mode.COLD else 1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.center.mul_(0.9).add_(0.1 * outputs["loss"])
+        numbers = [self.late, self.factor, self.kept, self.rows, self.samples, self.mode.value]
+        self.seen.append([torch.tensor(numbers), self.center.clone(), self.quiet])
+
+
 def sequences(count):
     return lambda: (
         TensorDataset(rows(count, 5, 6), rows(count, 5, 3, seed=3)),
@@ -108,6 +154,7 @@ CASES = {
         trainer={"limit_val_batches": 0, "accumulate_grad_batches": 2},
         after=see,
     ),
+    "odd": Script(Odd, lambda: vectors(16 * 3 + 5), trainer={"limit_val_batches": 0}, after=see),
     "counters": Script(Counters, lambda: vectors(16 * 3 + 5), after=see),
 }
 
@@ -183,6 +230,54 @@ class CountsInADict(Perceptron):
         return super().training_step(batch, batch_idx)
 
 
+class Window(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = []
+
+    def training_step(self, batch, batch_idx):
+        self.window.append(batch[0].mean())
+        if len(self.window) > 2:
+            self.window.pop(0)
+        return super().training_step(batch, batch_idx)
+
+
+class CountsInAnObject(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.array = SimpleNamespace(n=0), np.zeros(2)
+
+    def training_step(self, batch, batch_idx):
+        self.state.n += 1
+        return super().training_step(batch, batch_idx)
+
+
+class CountsInAnArray(CountsInAnObject):
+    def training_step(self, batch, batch_idx):
+        self.array += 1
+        return Perceptron.training_step(self, batch, batch_idx)
+
+
+class SwapsFunctions(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.then = (lambda x: x), (lambda x: 2 * x)
+
+    def training_step(self, batch, batch_idx):
+        self.now, self.then = self.then, self.now
+        return self.now(super().training_step(batch, batch_idx))
+
+
+class Deletes(Perceptron):
+    def training_step(self, batch, batch_idx):
+        if hasattr(self, "once"):
+            del self.once
+        return super().training_step(batch, batch_idx)
+
+    def on_train_start(self):
+        self.once = 1
+
+
 class QueuesInADeque(Perceptron):
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +296,11 @@ class QueuesInADeque(Perceptron):
         (AddsInPlace, 48, "changes self.total in place.*on_train_batch_end"),
         (BeginsLate, 48, "reads self.average and then sets it to something"),
         (CountsInADict, 48, r"changes self.stats\['steps'\] in place.*setting an attribute"),
+        (Window, 64, "changes self.window in place"),
+        (CountsInAnObject, 48, r"changes self.state\['n'\] in place"),
+        (CountsInAnArray, 48, "changes self.array in place"),
+        (SwapsFunctions, 48, "reads self.then and then sets it to something with objects|self.now"),
+        (Deletes, 48, "changes self.once in place"),
         (QueuesInADeque, 48, "changes self.queue in place.*appending to lists"),
         (Recurrent, 40, r"self.hidden carries samples.*dim 1.*\(2, 16, 8\).*8 samples.*drop_last"),
     ],

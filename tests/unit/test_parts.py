@@ -74,6 +74,7 @@ MERGED = {
     "texts": ([["a", "b"], ["c"]], ["a", "b", "c"]),
     "dicts of samples": ([[{"n": 1}, {"n": 2}], [{"n": 3}]], [{"n": 1}, {"n": 2}, {"n": 3}]),
     "boxes of samples": ([[ROWS[:1], ROWS], [ROWS]], [ROWS[:1], ROWS, ROWS]),
+    "another loader's": ([torch.ones(4, 1), torch.ones(2, 1)], torch.ones(6, 1)),
     "columns": ([[ROWS[:2], ROWS[:2]], [ROWS[2:], ROWS[2:]]], [ROWS, ROWS]),
     "single numbers": ([torch.tensor(1.0), torch.tensor(4.0)], torch.tensor(2.0)),
     "floats": ([1.0, 4.0], 2.0),
@@ -99,12 +100,12 @@ def test_what_microbatches_made_is_joined(values, joined):
             return {key: plain(item) for key, item in value.items()}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    merged = Merger([2, 1], [2 / 3, 1 / 3], set())(values, ())
+    merged = Merger([[2, 1], [4, 2]], [2 / 3, 1 / 3], set())(values, ())
     assert type(merged) is type(joined) and plain(merged) == plain(joined)
 
 
 def test_whole_numbers_that_depend_on_the_microbatch_are_added():
-    merge = Merger([1, 1], [0.5, 0.5], {("rows",)})
+    merge = Merger([[1, 1]], [0.5, 0.5], {("rows",)})
     values = {"rows": [1, 1], "index": [1, 1], "hits": [0, 1]}
     assert {n: merge(v, (n,)) for n, v in values.items()} == {"rows": 2, "index": 1, "hits": 1}
     assert merge([1, 1], ("hits",)) == 2  # it was seen to differ

@@ -1,0 +1,178 @@
+"""Surveys of a LightningModule's steps, as many as it takes to know what their values are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
+
+from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.merging import Place
+from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.splitting import state_items
+from lightning_pipeline.steps import ABSENT, Analyst, Carries, Request, Survey, patched, survey
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a step is surveyed on.
+
+    Attributes:
+        batch: The whole batch.
+        microbatch: The first microbatch of it.
+        rows: Rows of both.
+        rest: The step's further arguments.
+    """
+
+    batch: Any
+    microbatch: Any
+    rows: tuple[int, int]
+    rest: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step that the model may be placed by.
+
+    Attributes:
+        step: Name of the step method.
+        context: Its precision context.
+        example: A batch for it.
+        is_next: Whether it is about to run on this batch; others may fail on it.
+    """
+
+    step: str
+    context: Context
+    example: Example
+    is_next: bool
+
+
+class Observer:
+    """Surveys the steps of one LightningModule.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: The rank's place.
+        only: Dotted name of the single module to cut, ``None`` for all that hold weights.
+        device: The rank's device.
+        seed: Seed of random numbers drawn in surveys.
+
+    Attributes:
+        carries: What the steps carry from batch to batch.
+        counts: Where each step makes whole numbers that depend on the microbatch.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        only: str | None,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._module, self._mesh, self._only = module, mesh, only
+        self._device, self._seed = device, seed
+        self._analyst = Analyst(module, mesh.num_stages, device)
+        self.carries = Carries(module)
+        self.counts: dict[str, set[Place]] = {}
+        self._known_numbers: dict[str, set[Place]] = {}
+
+    def observe(self, step: str, example: Example, context: Context, made_up: bool) -> Survey:
+        """Surveys one signature of a step of the placed module; see :class:`Request`."""
+        with self._mesh.within(Scope.ALONE):
+            return self._survey(step, example, context, self._analyst, self._device, made_up)
+
+    def observe_all(self, candidates: list[Candidate]) -> dict[str, Survey]:
+        """Surveys the steps of a run where the weights are, before they are placed.
+
+        Args:
+            candidates: The steps; what is not next may be missing in the answer.
+        """
+        surveys = {}
+        for candidate in candidates:
+            try:
+                with self._mesh.within(Scope.ALONE):
+                    found = self._survey_one(candidate)
+            except PipelineError:
+                if candidate.is_next:
+                    raise
+                continue  # another kind of batch, say; it speaks up when its own comes
+            if found.error is None or candidate.is_next:
+                surveys[candidate.step] = found
+        return surveys
+
+    def _survey_one(self, candidate: Candidate) -> Survey:
+        """Surveys in the step's mode where the weights are: on the host, before they are placed."""
+        modes = [(child, child.training) for child in self._module.modules()]
+        host = next((t.device for *_, t in state_items(self._module)), self._device)
+        analyst = self._analyst
+        if host != self._device:
+            analyst = Analyst(self._module, self._mesh.num_stages, host, analyst.leaves)
+        try:
+            self._module.train(candidate.step == "training_step")
+            with patched([(self._module, "_device", host)]):
+                return self._survey(
+                    candidate.step, candidate.example, candidate.context, analyst, host, False
+                )
+        finally:
+            for child, training in modes:
+                child.training = training
+
+    def _survey(
+        self,
+        step: str,
+        example: Example,
+        context: Context,
+        analyst: Analyst,
+        device: torch.device,
+        made_up: bool,
+    ) -> Survey:
+        """Surveys a step, and again on the whole batch if that tells what a value is."""
+
+        def once(batch: Any) -> Survey:
+            return survey(
+                Request(
+                    self._module,
+                    step,
+                    move_data_to_device(batch, device),
+                    example.rest,
+                    analyst,
+                    context,
+                    device,
+                    self._seed,
+                    made_up,
+                    self._only,
+                )
+            )
+
+        found, rows = once(example.microbatch), (example.rows[1], example.rows[0])
+        if rows[0] == rows[1]:
+            return found
+        if self.carries.unknown(found.carried):
+            # Another start tells what is added to a number from what replaces it.
+            shifted = {n: v.before + 1 for n, v in found.carried.items() if type(v.before) is int}
+            with self._attributes(shifted):
+                self.carries.learn(step, found.carried, once(example.batch).carried, rows)
+        known = self._known_numbers.setdefault(step, set())
+        if found.numbers.keys() - known:
+            wholes = self.carries.wholes(found.carried)
+            wholes = {name: value for name, value in wholes.items() if type(value) is int}
+            [start, _] = self.carries.starts(wholes, (rows[0], rows[1] - rows[0]))
+            with self._attributes(start):
+                numbers = once(example.microbatch).numbers if start else found.numbers
+            again = once(example.batch).numbers
+            known.update(found.numbers)
+            differ = {place for place, number in numbers.items() if again.get(place) != number}
+            self.counts.setdefault(step, set()).update(differ)
+        return found
+
+    def _attributes(self, values: dict[str, Any]) -> AbstractContextManager[None]:
+        there = {name: value for name, value in values.items() if value is not ABSENT}
+        return patched([(self._module, name, value) for name, value in there.items()])

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from tests.distributed.fits import Script, classes, distance, rows
 from tests.distributed.ranks import RankFailed
-from tests.distributed.test_exactness import TOLERANCE
+from tests.distributed.test_exactness import TOLERANCE, images
+from tests.models.modules import BatchNormCNN
 
 
 def ragged(count):
@@ -116,3 +117,27 @@ def test_weights_that_make_no_sense(model, message):
     script = Script(model, lambda: ragged(64), trainer=trainer)
     with pytest.raises(RankFailed, match=f"(?s){message}"):
         script.pipelined(2, deadline=30)
+
+
+class Unweighted(Tagger):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "note"),
+    [
+        (Tagger, ragged, ""),
+        (Unweighted, ragged, "mean over the targets that are not ignored; return"),
+        (BatchNormCNN, images, "such in all) normalises each microbatch by itself"),
+    ],
+)
+def test_the_plan_tells_what_microbatches_change(model, dataset, note):
+    script = Script(
+        model,
+        lambda: dataset(32),
+        trainer={"limit_val_batches": 0, "max_steps": 1},
+        after=lambda trainer, module: trainer.strategy.plan.notes,
+    )
+    for run in script.pipelined(2):
+        assert note in "\n".join(run.extra) if note else not run.extra

@@ -42,10 +42,10 @@ def is_whole(value: Any) -> bool:
     return type(value) is int
 
 
-def whole_numbers(tree: Any, place: Place) -> Iterator[tuple[Place, int]]:
+def whole_numbers(tree: Any, place: Place) -> Iterator[tuple[Place, int | Tensor]]:
     """Whole numbers in ``tree``, single integer tensors among them, with their places."""
     if is_whole(tree) and not getattr(tree, "ndim", 0):
-        yield place, int(tree)
+        yield place, tree
     elif not isinstance(tree, Tensor) and (parts := parts_of(tree)) is not None:
         for index, child in enumerate(parts[0]):
             yield from whole_numbers(child, (*place, index))
@@ -64,11 +64,15 @@ class Merger:
         shares: What each counts in means; their sum is 1.
         counts: Where there are whole numbers that depend on the microbatch, although they may be
             equal for all of this batch; more are added when they are seen to differ.
+        unsure: Where there may be such numbers, which were 0 when the step was surveyed.
+        index: Number of the batch, with which such a number may be meant.
     """
 
     sizes: Sequence[Sequence[int]]
     shares: Sequence[float]
     counts: set[Place]
+    unsure: frozenset[Place] = frozenset()
+    index: int | None = None
 
     def __call__(self, values: Sequence[Any], place: Place) -> Any:
         """Joins ``values``, one for each microbatch with rows, found at ``place`` in the step."""
@@ -143,7 +147,8 @@ class Merger:
         return any(lengths == list(sizes) for sizes in self.sizes)
 
     def _counts(self, values: Sequence[int], place: Place) -> bool:
-        if len(set(values)) > 1:
+        differ = len(set(values)) > 1
+        if differ or (place in self.unsure and values[0] not in (0, self.index)):
             self.counts.add(place)
         return place in self.counts
 

@@ -67,6 +67,7 @@ class Observer:
     Attributes:
         carries: What the steps carry from batch to batch.
         counts: Where each step makes whole numbers that depend on the microbatch.
+        unsure: Where it may; see :class:`lightning_pipeline.merging.Merger`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Observer:
         self._analyst = Analyst(module, mesh.num_stages, device)
         self.carries = Carries(module)
         self.counts: dict[str, set[Place]] = {}
+        self.unsure: dict[str, set[Place]] = {}
         self._known_numbers: dict[str, set[Place]] = {}
 
     def observe(self, step: str, example: Example, context: Context, made_up: bool) -> Survey:
@@ -171,6 +173,7 @@ class Observer:
             known.update(found.numbers)
             differ = {place for place, number in numbers.items() if again.get(place) != number}
             self.counts.setdefault(step, set()).update(differ)
+            self.unsure.setdefault(step, set()).update(found.unsure - differ)
         return found
 
     def _attributes(self, values: dict[str, Any]) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ class StepPass:
         carries: What steps carry from batch to batch.
         wholes: What this one starts from, for the whole batch.
         counts: Where the step makes whole numbers that depend on the microbatch.
+        unsure: Where it may.
         outputs: What the step returned for each microbatch with rows, on the last stage.
         appended: What the step appended to the module's lists for each microbatch with rows.
         assigned: What it set other attributes of the module to, likewise.
@@ -55,6 +56,7 @@ class StepPass:
     carries: Carries
     wholes: dict[str, Any]
     counts: set[Place]
+    unsure: frozenset[Place]
     outputs: list[Any] = field(default_factory=list)
     appended: list[dict[Place, list[Any]]] = field(default_factory=list)
     assigned: list[dict[str, Any]] = field(default_factory=list)
@@ -165,7 +167,9 @@ class StepPass:
         return self.metrics.filled(self._merger().lists(self.appended))
 
     def _merger(self) -> Merger:
-        return Merger(self.cut.all_sizes, self._shares(), self.counts)
+        rest = self.microbatches[0].rest
+        index = rest[0] if rest and type(rest[0]) is int else None
+        return Merger(self.cut.all_sizes, self._shares(), self.counts, self.unsure, index)
 
     def assigned_attributes(self) -> dict[str, Any]:
         """What the step would have set attributes to for the whole batch, on the last stage."""

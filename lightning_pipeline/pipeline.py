@@ -262,6 +262,7 @@ class Pipeline:
             carries,
             wholes,
             counts,
+            frozenset(self._placed.observer.unsure.get(step, ())),
         )
 
     def _plans_of(

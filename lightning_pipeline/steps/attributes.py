@@ -57,11 +57,13 @@ class Uses:
             that was looked for and not there.
         reads: How often it does so.
         read_again: Those that it reads after it has set them.
+        written: Those that it sets, be it to what they were.
     """
 
     read: dict[str, Any] = field(default_factory=dict)
     reads: Counter[str] = field(default_factory=Counter)
     read_again: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -69,7 +71,8 @@ def attributes_noted(module: LightningModule) -> Iterator[Uses]:
     """Notes which attributes of ``module`` are read and set."""
     kind = type(module)
     get_original, set_original = kind.__getattribute__, kind.__setattr__
-    uses, written = Uses(), set()
+    uses = Uses()
+    written = uses.written
 
     def get(self: Any, name: str) -> Any:
         if self is not module or name.startswith("__"):
@@ -163,12 +166,12 @@ class Snapshot:
                 if isinstance(item, (list, dict, Tensor)):
                     self._walk((*path, index), item, seen)
 
-    def assigned(self, after: Snapshot) -> tuple[str, ...]:
+    def assigned(self, after: Snapshot, uses: Uses) -> tuple[str, ...]:
         """Names that were set in between."""
         return tuple(
             name
             for name, value in after.attributes.items()
-            if self.attributes.get(name, ABSENT) is not value
+            if name in uses.written or self.attributes.get(name, ABSENT) is not value
         )
 
     def grown(self, after: Snapshot, step: str) -> tuple[Path, ...]:

@@ -23,6 +23,7 @@ from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.attributes import ABSENT
 
 _SAME, _COUNT, _AHEAD, _ROWS = "same", "count", "count that is used", "rows"
+_QUIET = "did not change"  # and may come to count something that the step reads in tensors
 _Kind = int | str
 """Dim of a tensor that counts samples; or what a leaf without samples does."""
 
@@ -35,6 +36,7 @@ class Observed:
         before: Its value before the step.
         after: Its value behind it, tensors detached.
         made: Whether a tensor in it comes from a module's call.
+        reads_values: Whether the step reads tensors into Python.
         reads: How often the step reads it before it first sets it.
         read_again: Whether it reads it after that.
     """
@@ -42,6 +44,7 @@ class Observed:
     before: Any
     after: Any
     made: bool
+    reads_values: bool
     reads: int
     read_again: bool
 
@@ -150,7 +153,9 @@ class Carry:
                 joined.append(starts[index] + sum(leaf - starts[index] for leaf in leaves))
             elif kind == _ROWS:
                 joined.append(sum(leaves))
-            elif all(_equal(leaf, leaves[0]) for leaf in leaves):
+            elif all(_equal(leaf, leaves[0]) for leaf in leaves) and (
+                kind != _QUIET or leaves[0] == starts[index]
+            ):
                 joined.append(leaves[0])
             else:
                 raise _refused(self.step, self.name)
@@ -241,6 +246,8 @@ def _kind(
             return _AHEAD if seen.reads == 1 else None
         if (leaf, other) == rows:
             return _ROWS
+        if added == (0, 0) and seen.reads_values:
+            return _QUIET
         return _SAME if added[0] == added[1] or leaf == other else None
     return _SAME if _equal(leaf, other) else None
 

@@ -53,7 +53,8 @@ class Survey:
         assigned: Names of the LightningModule's other attributes that the step sets.
         reads: Names of its attributes that the step reads before it sets them, if it does.
         carried: Those that are in both, as they were before and behind the step.
-        numbers: Whole numbers that it returns, sets or appends, by their place.
+        numbers: Whole numbers that it returns, logs, sets or appends, by their place.
+        unsure: Places of those that are 0 and may come to count what is in tensors.
         ignores_targets: Whether its loss is a mean over targets of which some are ignored, and it
             returns no weight.
         targets: The modules whose calls are cut, with their names.
@@ -68,6 +69,7 @@ class Survey:
     reads: frozenset[str]
     carried: dict[str, Observed]
     numbers: dict[Place, int]
+    unsure: frozenset[Place]
     ignores_targets: bool
     targets: list[tuple[str, nn.Module]]
     error: Exception | None
@@ -271,7 +273,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         assert run.taint is not None
         refuse_writes(module, asked.step, run.calls, run.taint.written, state)
         after = Snapshot.of(module)
-        grown, assigned = before.grown(after, asked.step), before.assigned(after)
+        grown, assigned = before.grown(after, asked.step), before.assigned(after, uses)
         assigned = refuse_objects(asked.step, assigned, after.attributes, uses)
         made = {
             "output": returned,
@@ -284,6 +286,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
                 uses.read[name],
                 value,
                 run.taint.is_made(after.attributes[name]),
+                run.taint.reads_values,
                 uses.reads[name],
                 name in uses.read_again,
             )
@@ -295,6 +298,8 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         raise no_calls(module, asked.step, error) from error
     for call, answers in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in answers)
+    numbers = _numbers_in(made)
+    is_unsure = run.taint.reads_values
     return Survey(
         calls=run.calls,
         used=_first_uses(module, run.taint),
@@ -303,7 +308,12 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         assigned=assigned,
         reads=frozenset(uses.read),
         carried=carried,
-        numbers=_numbers_in(made),
+        numbers={place: int(number) for place, number in numbers.items()},
+        unsure=frozenset(
+            place
+            for place, number in numbers.items()
+            if not int(number) and (is_unsure or isinstance(number, Tensor))
+        ),
         ignores_targets=run.taint.ignores_targets and not _has_weight(returned),
         targets=cut_at,
         error=error,
@@ -347,7 +357,7 @@ def _first_uses(module: LightningModule, taint: Taint) -> dict[str, int]:
     return used
 
 
-def _numbers_in(made: dict[str, Any]) -> dict[Place, int]:
+def _numbers_in(made: dict[str, Any]) -> dict[Place, int | Tensor]:
     """Whole numbers that the step makes; see :class:`lightning_pipeline.merging.Merger`."""
     found = dict(whole_numbers(made["output"], ("output",)))
     for name, value in made["logs"].items():

@@ -38,6 +38,7 @@ class Taint(TorchFunctionMode):
         self.used: dict[str, int] = {}
         self.written: set[str] = set()
         self.ignores_targets = False
+        self.reads_values = False
         self._num_calls = num_calls
         self._sources: dict[int, frozenset[int]] = {}
         self._kept: list[Tensor] = []
@@ -84,6 +85,7 @@ class Taint(TorchFunctionMode):
                 self.mark(args[0], calls)
         if name in READS:
             self._read |= calls
+            self.reads_values = True
         if writes and isinstance(args[0], Tensor):
             home = self._homes.get(storage_of(args[0]))
             if home is not None:

@@ -230,6 +230,18 @@ class CountsInADict(Perceptron):
         return super().training_step(batch, batch_idx)
 
 
+class CountsHits(Perceptron):
+    """None in the first batch, one in each later microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = 0
+
+    def training_step(self, batch, batch_idx):
+        self.hits += int((batch[0][:1, 0] > -1e9).sum()) * (batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
 class Window(Perceptron):
     def __init__(self) -> None:
         super().__init__()
@@ -296,6 +308,7 @@ class QueuesInADeque(Perceptron):
         (AddsInPlace, 48, "changes self.total in place.*on_train_batch_end"),
         (BeginsLate, 48, "reads self.average and then sets it to something"),
         (CountsInADict, 48, r"changes self.stats\['steps'\] in place.*setting an attribute"),
+        (CountsHits, 48, "reads self.hits and then sets it to something"),
         (Window, 64, "changes self.window in place"),
         (CountsInAnObject, 48, r"changes self.state\['n'\] in place"),
         (CountsInAnArray, 48, "changes self.array in place"),

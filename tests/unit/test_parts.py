@@ -110,6 +110,8 @@ def test_whole_numbers_that_depend_on_the_microbatch_are_added():
     assert {n: merge(v, (n,)) for n, v in values.items()} == {"rows": 2, "index": 1, "hits": 1}
     assert merge([1, 1], ("hits",)) == 2  # it was seen to differ
     assert merge([torch.tensor(3)] * 2, ("rows",)) == 6
+    merge = Merger([[1, 1]], [0.5, 0.5], set(), frozenset({("hits",)}), index=2)
+    assert [merge([n, n], ("hits",)) for n in (0, 2, 3, 2)] == [0, 2, 6, 4]
 
 
 def test_logs_are_weighted_by_rows():

@@ -334,7 +334,8 @@ def _observe(
     returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)
     try:
-        with patched(changes), run.taint, attributes_noted(module) as uses:
+        eager = torch.compiler.set_stance("force_eager")  # what is compiled is run, not traced
+        with eager, patched(changes), run.taint, attributes_noted(module) as uses:
             returned = getattr(module, asked.step)(batch, *asked.rest)
     except PipelineError:
         raise

@@ -77,6 +77,21 @@ def parts_in_place():
     return module
 
 
+class CallsAHelper(Calls):
+    def compute(self, batch):
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.compute(batch)
+
+
+def helper():
+    """What the step calls is compiled, and calls a module."""
+    module = CallsAHelper()
+    module.compute = torch.compile(module.compute, backend="eager")
+    return module
+
+
 def graphs(trainer, module):
     return counters["stats"]["unique_graphs"]
 
@@ -95,6 +110,7 @@ COMPILED = {
     part_in_place: uncompiled,
     parts: uncompiled,
     parts_in_place: uncompiled,
+    helper: CallsAHelper,
 }
 
 

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.sharing import make_whole
 from lightning_pipeline.splitting import (
-    canonical_names,
     is_elsewhere,
     release,
-    restore,
     state_items,
 )
 from lightning_pipeline.steps import patched
@@ -110,23 +108,10 @@ class Averages:
     def put_back(self) -> None:
         """Makes the copies whole again on every rank, on the host."""
         self.abandon()
-        with torch.inference_mode(False), torch.no_grad():
-            for copy in self.copies if self._holders else ():
-                canonical = canonical_names(copy)
-                for *_, name, tensor in list(state_items(copy)):
-                    if canonical[name] == name and name in self._holders:
-                        self._fetch(tensor, self._mesh.holder_ranks(self._holders[name])[0])
-                copy.to(_HOST)
+        for copy in self.copies if self._holders else ():
+            make_whole(copy, self._holders, self._mesh, self._device)
+            copy.to(_HOST)
         self._holders = {}
-
-    def _fetch(self, tensor: Tensor, owner: int) -> None:
-        if is_elsewhere(tensor):
-            value = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-        else:
-            value = tensor.data.to(self._device).contiguous()
-        dist.broadcast(value, owner, self._mesh.pipeline_group)
-        if is_elsewhere(tensor):
-            restore(tensor, value.to(_HOST))
 
     def abandon(self) -> None:
         """Takes off what was put on the callbacks, without talking to other ranks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -37,6 +39,16 @@ class AxesStrategy(DDPStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh.sizes.data, "rank": self.mesh.data_rank}
+
+    def _deal_out(self, trainer: pl.Trainer) -> None:
+        """Leaves data and logs to the user where there is one pipeline, as on one device."""
+        if self.mesh.sizes.data == 1:
+            # Lightning's injected DistributedSampler always shuffles in training.
+            trainer._accelerator_connector.use_distributed_sampler = False
+            # There is nobody to synchronise with.
+            warnings.filterwarnings(
+                "ignore", r"It is recommended to use `self.log\(.*sync_dist=True"
+            )
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -17,11 +17,11 @@ from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.observing import Candidate, Context, Example, Observer
 from lightning_pipeline.plan import Plan, make_plan, stage_modules
 from lightning_pipeline.schedules import Auto, Schedule
+from lightning_pipeline.sharing import make_whole
 from lightning_pipeline.splitting import (
     canonical_names,
     is_elsewhere,
     release,
-    restore,
     state_items,
 )
 from lightning_pipeline.steps import PartitionSpec, Placement, StepPlan, place, plan_step
@@ -187,25 +187,8 @@ class PlacedModule:
         """Makes the module whole again on every rank, from the ranks that hold its parts."""
         if self.placement is None:
             return
-        canonical = canonical_names(self._module)
-        with torch.inference_mode(False), torch.no_grad():
-            for _, _, _, name, tensor in list(state_items(self._module)):
-                if canonical[name] == name:
-                    holders = self._mesh.holder_ranks(self.placement.holders[name])
-                    self._fetch(tensor, holders[0])
+        make_whole(self._module, self.placement.holders, self._mesh, self._device)
         self.placement = self.held = None
-
-    def _fetch(self, tensor: Tensor, owner: int) -> None:
-        elsewhere = is_elsewhere(tensor)
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        value = torch.empty(shape, dtype=dtype, device=self._device) if elsewhere else tensor.data
-        value = value.contiguous()
-        dist.broadcast(value, owner, self._mesh.pipeline_group)
-        value = value.cpu()  # where Lightning moves it next; a device may not hold the whole model
-        if elsewhere:
-            restore(tensor, value)
-        else:
-            tensor.data = value
 
     def describe(self, plan: StepPlan, num_microbatches: int) -> Plan:
         """What the run will do: who holds what, its cost and the predicted bubble."""

@@ -1,13 +1,15 @@
-"""What ranks must have in common when a run begins."""
+"""What ranks must have in common when a run begins, and when it ends."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeline.mesh import Mesh
-from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.splitting import canonical_names, is_elsewhere, restore, state_items
 from lightning_pipeline.steps import random_state, set_random_state
 
 
@@ -44,3 +46,35 @@ def share_random_state(mesh: Mesh, device: torch.device) -> None:
     set_random_state(box[0])
     if device.type == "cuda":
         torch.cuda.manual_seed(torch.initial_seed())
+
+
+def make_whole(
+    module: nn.Module, holders: Mapping[str, frozenset[int]], mesh: Mesh, device: torch.device
+) -> None:
+    """Makes a module whole again on every rank, from the ranks that hold its parts.
+
+    Its tensors are on the host then: a device may not hold the whole model.
+
+    Args:
+        module: The module, spread over the ranks of a pipeline.
+        holders: Stages that hold each tensor, by canonical name.
+        mesh: The rank's place, groups built.
+        device: The rank's device.
+    """
+    canonical = canonical_names(module)
+    with torch.inference_mode(False), torch.no_grad():
+        for *_, name, tensor in list(state_items(module)):
+            if canonical[name] == name and name in holders:
+                _fetch(tensor, mesh.holder_ranks(holders[name])[0], mesh, device)
+
+
+def _fetch(tensor: Tensor, owner: int, mesh: Mesh, device: torch.device) -> None:
+    if is_elsewhere(tensor):
+        value = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+    else:
+        value = tensor.data.to(device).contiguous()
+    dist.broadcast(value, owner, mesh.pipeline_group)
+    if is_elsewhere(tensor):
+        restore(tensor, value.cpu())
+    else:
+        tensor.data = value.cpu()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import signal
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -190,13 +189,7 @@ class PipelineStrategy(SavingStrategy):
         if fitting:
             everything = self._layer_sync is not None and self.mesh.sizes.data > 1
             self._synchronised = synchronise(module, self.mesh, everything)
-        if self.mesh.sizes.data == 1:
-            # There is nobody to synchronise with.
-            warnings.filterwarnings(
-                "ignore", r"It is recommended to use `self.log\(.*sync_dist=True"
-            )
-            # Lightning's injected DistributedSampler always shuffles in training.
-            trainer._accelerator_connector.use_distributed_sampler = False
+        self._deal_out(trainer)
         share_random_state(self.mesh, self.root_device)
         self.precision_plugin.convert_module(module)
         assert self._averages is not None

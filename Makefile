@@ -35,4 +35,5 @@ $(BIN)/python:
 # One stamp for each extra: what a target needs is installed once, and again when it changes.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[$*]"
+	$(if $(filter test dev,$*),$(INSTALL) --no-deps timm)
 	@touch $@

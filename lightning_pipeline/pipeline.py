@@ -24,8 +24,9 @@ from lightning_pipeline.logs import LogExchange, LogRecorder
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.observing import Candidate, Context, Example
+from lightning_pipeline.options import Options
 from lightning_pipeline.passes import StepPass
-from lightning_pipeline.placing import Held, Options, PlacedModule, share
+from lightning_pipeline.placing import Held, PlacedModule, share
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.steps import (
     ABSENT,

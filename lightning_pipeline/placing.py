@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_pipeline.gradients import GradientReducer
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.observing import Candidate, Context, Example, Observer
+from lightning_pipeline.options import Options
 from lightning_pipeline.plan import Plan, make_plan, stage_modules
-from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.sharing import make_whole
 from lightning_pipeline.splitting import (
     canonical_names,
@@ -24,30 +24,11 @@ from lightning_pipeline.splitting import (
     release,
     state_items,
 )
-from lightning_pipeline.steps import PartitionSpec, Placement, StepPlan, place, plan_step
+from lightning_pipeline.steps import Placement, StepPlan, place, plan_step
 
 # Sending a byte costs about as much as touching twenty in memory (PCIe 4 or 200 Gbit/s links
 # against the device's memory); it only has to tell cheap cuts from dear ones.
 SECONDS_PER_BYTE = 1 / 20e9
-
-
-@dataclass(frozen=True)
-class Options:
-    """The user's choices that do not depend on the model.
-
-    Attributes:
-        schedule: The training schedule.
-        stages_per_rank: Stages that each rank holds.
-        num_microbatches: Most microbatches of a batch, or ``"auto"``.
-        partition: How the model is cut.
-        module: Dotted name of the pipelined module, or ``None``.
-    """
-
-    schedule: Schedule
-    stages_per_rank: int
-    num_microbatches: int | Auto
-    partition: PartitionSpec
-    module: str | None
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,20 @@ def check_gathering(callbacks: Sequence[Callback]) -> None:
             )
 
 
+def check_start_method(start_method: str, gather_after_run: bool) -> None:
+    """Refuses to leave the module spread over processes that end with the run.
+
+    Raises:
+        ValueError: If it would be.
+    """
+    if not gather_after_run and start_method != "popen":
+        raise ValueError(
+            "gather_after_run=False must go with start_method='popen', got "
+            f"{start_method!r}: the processes of the other methods end with the run, and with "
+            "them what they hold. Set start_method='popen' or gather_after_run=True."
+        )
+
+
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuses optimizers that need more than this rank's parameters.
 

@@ -33,8 +33,9 @@ from lightning_pipeline.monitoring import (
 )
 from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.observing import Context
+from lightning_pipeline.options import Options, Recompute, compile_of, recompute_of
 from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.placing import Held, Options
+from lightning_pipeline.placing import Held
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.refusals import (
     check_callbacks,
@@ -45,6 +46,7 @@ from lightning_pipeline.refusals import (
     check_optimizers,
     check_parameters,
     check_precision,
+    check_start_method,
     check_whole,
 )
 from lightning_pipeline.saving import SavingStrategy
@@ -78,6 +80,10 @@ class PipelineStrategy(SavingStrategy):
         module: Dotted name of the module to cut; ``None``: found by itself.
         partition: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list of dotted names
             gives the module that begins each stage after the first.
+        activation_checkpointing: What keeps only its inputs and runs again in the backward:
+            ``"none"``, ``"full"`` (each stage), ``"except_last"``, or a list of module classes.
+        compile: Whether each stage is compiled; a dict has arguments of ``torch.compile``.
+        deferred_batch_norm: Whether the running statistics of BatchNorm are those of whole batches.
         save_distributed_checkpoint: Whether a checkpoint is a folder into which every rank writes
             what it holds; else it is one plain Lightning file. Both load into any layout.
         gather_after_run: Whether the module is whole again on every rank after a run. With
@@ -101,6 +107,9 @@ class PipelineStrategy(SavingStrategy):
         stages_per_rank: int | Literal["auto"] = "auto",
         module: str | None = None,
         partition: Literal["auto", "uniform"] | Sequence[str] = "auto",
+        activation_checkpointing: Recompute | Sequence[type[torch.nn.Module]] = "none",
+        compile: bool | dict[str, Any] = False,
+        deferred_batch_norm: bool = False,
         save_distributed_checkpoint: bool = False,
         gather_after_run: bool = True,
         process_group_backend: str | None = None,
@@ -120,13 +129,11 @@ class PipelineStrategy(SavingStrategy):
             num_microbatches,
             partition if isinstance(partition, str) else tuple(partition),
             module,
+            recompute_of(activation_checkpointing),
+            compile_of(compile),
+            deferred_batch_norm,
         )
-        if not gather_after_run and start_method != "popen":
-            raise ValueError(
-                "gather_after_run=False must go with start_method='popen', got "
-                f"{start_method!r}: the processes of the other methods end with the run, and with "
-                "them what they hold. Set start_method='popen' or gather_after_run=True."
-            )
+        check_start_method(start_method, gather_after_run)
         self._shards_checkpoints = save_distributed_checkpoint
         self._gathers_after_run = gather_after_run
         if num_microbatches != "auto":

@@ -15,7 +15,7 @@ from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.splitting import state_items
-from lightning_pipeline.steps import ABSENT, Analyst, Carries, Request, Survey, patched, survey
+from lightning_pipeline.steps import ABSENT, HandMade, Analyst, Carries, Request, Survey, patched, survey
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -80,6 +80,7 @@ class Observer:
     ) -> None:
         self._module, self._mesh, self._only = module, mesh, only
         self._device, self._seed = device, seed
+        self._by_hand = HandMade.of(module, only, mesh.num_stages)
         self._analyst = Analyst(module, mesh.num_stages, device)
         self.carries = Carries(module)
         self.counts: dict[str, set[Place]] = {}
@@ -151,6 +152,7 @@ class Observer:
                     self._seed,
                     made_up,
                     self._only,
+                    self._by_hand,
                 )
             )
 

@@ -3,6 +3,7 @@
 from lightning_pipeline.steps.analyst import Analyst
 from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
 from lightning_pipeline.steps.carrying import Carries
+from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.patches import patched
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.plan import (
@@ -21,6 +22,7 @@ __all__ = [
     "ABSENT",
     "Analyst",
     "Carries",
+    "HandMade",
     "Microbatch",
     "PartitionSpec",
     "Placement",

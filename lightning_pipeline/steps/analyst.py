@@ -28,6 +28,7 @@ from lightning_pipeline.splitting.torch_private import (
     without_saved_tensor_hooks,
 )
 from lightning_pipeline.steps.attributes import class_patched
+from lightning_pipeline.steps.handmade import is_by_hand
 from lightning_pipeline.steps.pending import TensorMeta
 
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -161,6 +162,10 @@ class Analyst:
         kwargs: dict[str, Any],
         checkpointing: bool,
     ) -> Analysis:
+        if is_by_hand(name):
+            program = self._record_as_one(module, args, kwargs)
+            cost = self._weight_cost(module) if program is None else float(sum(program.cost))
+            return self._whole(module, program, cost, None)
         try:
             watch: AbstractContextManager[set[str]] = nullcontext(set())
             with watch if name else _own_forward(module) as read, without_saved_tensor_hooks():
@@ -188,7 +193,7 @@ class Analyst:
                 raise
             warnings.warn(f"{name} stays in one piece. {error}", stacklevel=2)
             whole = self._record_as_one(module, args, kwargs)
-            return self._whole(name, module, whole, self._weight_cost(module), error)
+            return self._whole(module, whole, self._weight_cost(module), error)
         self.leaves[name] = program.leaves
         # An object among the arguments may change unseen, and the recomputation of a checkpoint
         # around the call needs all of it.
@@ -196,13 +201,14 @@ class Analyst:
         opaque = any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
         has_children = next(module.children(), None) is not None
         if checkpointing or opaque or not has_children or not program.num_pieces:
-            return self._whole(name, module, program, float(sum(program.cost)), None)
+            return self._whole(module, program, float(sum(program.cost)), None)
+        names = self._names(module)
         return Analysis(
             program,
             True,
             [float(cost) for cost in program.cost],
-            [self._names(name, piece) for piece in program.reads],
-            self._names(name, frozenset().union(*program.writes)),
+            [frozenset(names[entry] for entry in piece) for piece in program.reads],
+            frozenset(names[entry] for piece in program.writes for entry in piece),
         )
 
     def _record_as_one(
@@ -225,20 +231,26 @@ class Analyst:
 
     def _whole(
         self,
-        name: str,
         module: nn.Module,
         program: Program | None,
         cost: float,
         reason: SplitError | None,
     ) -> Analysis:
-        state = frozenset(entry for _, _, _, entry, _ in state_items(module))
-        buffers = frozenset(entry for entry, _ in module.named_buffers(remove_duplicate=False))
-        writes = self._names(name, buffers if module.training else frozenset())
-        return Analysis(program, False, [cost], [self._names(name, state)], writes, reason)
+        names = self._names(module)
+        weights = {
+            item.name for item in state_items(module) if isinstance(item.tensor, nn.Parameter)
+        }
+        buffers = names.keys() - weights if module.training else ()
+        writes = frozenset(names[entry] for entry in buffers)
+        return Analysis(program, False, [cost], [frozenset(names.values())], writes, reason)
 
-    def _names(self, name: str, entries: frozenset[str]) -> frozenset[str]:
-        prefix = f"{name}." if name else ""
-        return frozenset(self._canonical[prefix + entry] for entry in entries)
+    def _names(self, module: nn.Module) -> dict[str, str]:
+        """What the LightningModule calls each entry of ``module``.
+
+        By identity: a module may be registered in two places, and stages made by hand in none.
+        """
+        known = {id(tensor): self._canonical[name] for *_, name, tensor in state_items(self._root)}
+        return {item.name: known[id(item.tensor)] for item in state_items(module)}
 
     @staticmethod
     def _weight_cost(module: nn.Module) -> float:

@@ -23,6 +23,7 @@ from lightning_pipeline.splitting import (
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.handmade import HandMade, check
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.survey import Survey
@@ -76,6 +77,7 @@ class StepPlan:
         assigned: Names of the LightningModule's other attributes that the step sets.
         reads: Names of its attributes that the step reads.
         targets: The modules whose calls are cut, with their names.
+        by_hand: The stages that the user has made.
         stage_cost: Seconds of each stage, forward and backward.
         stage_names: Module names of each stage's pieces.
         survey_error: What the survey's run raised behind the last call.
@@ -90,6 +92,7 @@ class StepPlan:
     assigned: tuple[str, ...]
     reads: frozenset[str]
     targets: list[tuple[str, nn.Module]]
+    by_hand: HandMade | None
     stage_cost: list[float]
     stage_names: list[list[str]]
     survey_error: Exception | None
@@ -165,6 +168,9 @@ def place(
             run modules in contrary orders.
     """
     first, *others = surveys
+    if first.by_hand is not None:
+        check(first.by_hand, spec, [call.name for call in first.calls])
+        spec = first.by_hand.names[1:]
     order, cuts = _first_cut(module, first.calls, num_stages, spec, seconds_per_byte)
     if any(a == b for a, b in pairwise([0, *cuts, len(order.units)])):
         # An empty stage is fine for a tiny model, not for one that could be cut if it were mended.
@@ -304,6 +310,7 @@ def plan_step(
         survey.assigned,
         survey.reads,
         survey.targets,
+        survey.by_hand,
         _stage_costs(order, cuts),
         [names[a:b] for a, b in pairwise(bounds)],
         survey.error,

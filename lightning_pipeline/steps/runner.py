@@ -182,6 +182,8 @@ class Runner:
         ]
         for _, child in plan.targets:
             changes += past_compilation(child, lambda: progress.busy)
+        if plan.by_hand is not None:
+            changes += plan.by_hand.changes()
         if not is_last or microbatch.log is None:
             # A filler on the last stage runs to its end, where a step may read its metrics.
             self._silenced = self._silenced or silenced(module, readable=is_last)

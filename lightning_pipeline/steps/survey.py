@@ -34,6 +34,7 @@ from lightning_pipeline.steps.attributes import (
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.carrying import Observed
 from lightning_pipeline.steps.checks import drop_unused_gradients, no_calls, refuse_writes
+from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
@@ -58,6 +59,7 @@ class Survey:
         ignores_targets: Whether its loss is a mean over targets of which some are ignored, and it
             returns no weight.
         targets: The modules whose calls are cut, with their names.
+        by_hand: The stages that the user has made.
         error: What the step raised behind its last call, for later messages.
     """
 
@@ -72,6 +74,7 @@ class Survey:
     unsure: frozenset[Place]
     ignores_targets: bool
     targets: list[tuple[str, nn.Module]]
+    by_hand: HandMade | None
     error: Exception | None
 
 
@@ -227,6 +230,7 @@ class Request:
         made_up: Answer calls by made-up values instead of running them. Ranks that do not hold
             the same weights then see the same, whatever the step decides by them.
         only: Dotted name of the single module to cut, ``None`` for all that hold weights.
+        by_hand: The stages that the user has made.
     """
 
     module: LightningModule
@@ -239,6 +243,7 @@ class Request:
     seed: int
     made_up: bool
     only: str | None = None
+    by_hand: HandMade | None = None
 
 
 def survey(request: Request) -> Survey:
@@ -265,6 +270,8 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
     module, batch = asked.module, copied(asked.batch)
     versions = [(t, t._version) for t in leaves(batch) if isinstance(t, Tensor)]
     cut_at = targets(module, opaque_forward, asked.only)
+    if asked.by_hand is not None:
+        cut_at = asked.by_hand.targets(cut_at)
     with untouched(module), stream(asked.seed, asked.device), asked.context():
         run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
         before = Snapshot.of(module)
@@ -316,6 +323,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         ),
         ignores_targets=run.taint.ignores_targets and not _has_weight(returned),
         targets=cut_at,
+        by_hand=asked.by_hand,
         error=error,
     )
 
@@ -330,6 +338,8 @@ def _observe(
     changes = [(child, "forward", run.wrap(name, child)) for name, child in cut_at]
     for _, child in cut_at:
         changes += past_compilation(child, lambda: run.inside)
+    if asked.by_hand is not None:
+        changes += asked.by_hand.changes()
     changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
     returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)

@@ -18,6 +18,7 @@ MODELS = {
     "loss with a buffer, unused parameter": modules.WeightedLoss,
     "forward that logs": modules.LogsInForward,
     "loss that reads values": modules.ValueDependentLoss,
+    "layers with two names": modules.NamedTwice,
     "head of the training alone": modules.TrainingOnlyHead,
 }
 

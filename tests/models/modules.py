@@ -314,3 +314,17 @@ class ValueDependentLoss(Perceptron):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return self.loss(self.net(x), y)
+
+
+class NamedTwice(Perceptron):
+    """The step calls a container whose layers are known by other names as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 6)])
+        self.net = nn.Sequential(*self.layers, *self.net)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.layers[1].eval()
+        return self

@@ -15,7 +15,16 @@ from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.splitting import state_items
-from lightning_pipeline.steps import ABSENT, HandMade, Analyst, Carries, Request, Survey, patched, survey
+from lightning_pipeline.steps import (
+    ABSENT,
+    Analyst,
+    Carries,
+    HandMade,
+    Request,
+    Survey,
+    patched,
+    survey,
+)
 
 Context = Callable[[], AbstractContextManager[Any]]
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.boundary import leaves_of
-from lightning_pipeline.errors import StepError
+from lightning_pipeline.errors import SplitError, StepError
 from lightning_pipeline.splitting import state_items
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.handmade import METHOD
 from lightning_pipeline.steps.pending import TensorMeta
 
 
@@ -28,6 +29,32 @@ def no_calls(module: LightningModule, step: str, error: Exception | None) -> Ste
         f"{name}.{step} calls no module that holds parameters, so there is nothing to pipeline. "
         "A pipeline needs a step that calls its model, e.g. `self(x)` or `self.model(x)`."
     )
+
+
+def with_ways_out(error: SplitError, module: LightningModule, call: str) -> SplitError:
+    """``error`` with the name that its module has in ``module``, and the ways round it.
+
+    Args:
+        error: Why a called module cannot be cut.
+        module: The user's LightningModule.
+        call: Dotted name of the called module.
+    """
+    where = ".".join(name for name in (call, error.module) if name)
+    sizes = {
+        name: sum(parameter.numel() for parameter in child.parameters())
+        for name, child in module.get_submodule(where).named_children()
+        if not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+    }
+    ways = f"{METHOD}(num_stages) in {type(module).__name__} may make the stages by hand"
+    if any(sizes.values()):
+        largest = ".".join(name for name in (where, max(sizes, key=sizes.__getitem__)) if name)
+        ways = (
+            f"PipelineStrategy(module={largest!r}) cuts that part alone, if it is called "
+            f"as one, with partition=[NAMES] where you say; and {ways}"
+        )
+    told = SplitError(where, error.reason, f"{error.cure}. Or leave it: {ways}", error.location)
+    told.depends_on_values = error.depends_on_values
+    return told
 
 
 def refuse_writes(

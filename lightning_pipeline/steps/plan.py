@@ -23,6 +23,7 @@ from lightning_pipeline.splitting import (
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.checks import with_ways_out
 from lightning_pipeline.steps.handmade import HandMade, check
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
@@ -107,6 +108,10 @@ class StepPlan:
             for s in range(self.num_stages)
         ]
 
+    def module_of(self, call: int) -> nn.Module:
+        """The module that is called."""
+        return dict(self.targets)[self.calls[call].name]
+
     def part(self, call: int, stage: int) -> StageFunction:
         """The part of a cut call that ``stage`` runs; built on first use."""
         if (call, stage) not in self._parts:
@@ -176,7 +181,7 @@ def place(
         # An empty stage is fine for a tiny model, not for one that could be cut if it were mended.
         for call in first.calls:
             if call.reason is not None:
-                raise call.reason
+                raise with_ways_out(call.reason, module, call.name)
     holders: dict[str, frozenset[int]] = {}
     _hold(holders, first, order, cuts, num_stages)
     for other in others:

@@ -33,7 +33,12 @@ from lightning_pipeline.steps.attributes import (
 )
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.carrying import Observed
-from lightning_pipeline.steps.checks import drop_unused_gradients, no_calls, refuse_writes
+from lightning_pipeline.steps.checks import (
+    drop_unused_gradients,
+    no_calls,
+    refuse_writes,
+    with_ways_out,
+)
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
@@ -155,7 +160,7 @@ class _Surveyor:
             found = self.analyst.analyse(name, module, forward, args, kwargs)
         except SplitError as error:
             if name or error.depends_on_values:
-                raise
+                raise with_ways_out(error, self.module, name) from error
             raise _LookThrough from error
         call = Call(
             name,

@@ -162,8 +162,14 @@ REFUSED = {
     "own backward": (OwnBackward, "OwnBackward.backward would never be called.*on_after_backward"),
     "two optimizers": (TwoOptimizers, "optimizer"),
     "LBFGS": (UsesLBFGS, "cannot run LBFGS.*AdamW"),
-    "value dependent": (ValueDependent, r"if x.sum\(\) > 0.*depends on"),
-    "value dependent own forward": (ValueDependentForward, r"if x.mean\(\) > -1e9.*depends on"),
+    "value dependent": (
+        ValueDependent,
+        r"inside 'net.*if x.sum\(\) > 0.*depends on.*submodule of its own.*configure_stages\(num_st",
+    ),
+    "value dependent own forward": (
+        ValueDependentForward,
+        r"if x.mean\(\) > -1e9.*depends on.*\(module='net'\).*partition=\[NAMES",
+    ),
     "no call": (NoCall, "calls no module that holds parameters.*self.model"),
     "returns nothing": (ReturnsNothing, "must return a loss.*multiplied by 0"),
     "detached loss": (Detached, "does not depend on any parameter"),

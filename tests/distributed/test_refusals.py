@@ -164,7 +164,7 @@ REFUSED = {
     "LBFGS": (UsesLBFGS, "cannot run LBFGS.*AdamW"),
     "value dependent": (
         ValueDependent,
-        r"inside 'net.*if x.sum\(\) > 0.*depends on.*submodule of its own.*configure_stages\(num_st",
+        r"inside 'net.*if x.sum\(\) > 0.*depends on.*its own.*configure_stages\(num",
     ),
     "value dependent own forward": (
         ValueDependentForward,

@@ -1,11 +1,12 @@
-"""Two small data sets that need no download: handwritten digits and Python's own documentation."""
+"""Two small data sets that need no download: handwritten digits and Python's own library."""
 
 from __future__ import annotations
 
 import ast
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 import torch
@@ -50,29 +51,39 @@ class DigitsDataModule(L.LightningDataModule):
 
 
 class TextDataModule(L.LightningDataModule):
-    """Docstrings of the standard library, as ASCII codes: tokens and next tokens (batch, block).
+    """Texts of the standard library as ASCII codes: tokens and next tokens (batch, block).
 
     The text is the running Python's own, so it differs a little from one version to the next and
     not at all between two runs of the same one.
 
     Args:
         batch_size: Blocks in a batch, for each replica of the model.
-        block_size: Characters in a block.
+        block_size: Tokens in a block.
         num_characters: Characters of text; the last tenth is for validation, the
             tenth before it for test.
+        text: `"docstrings"`, or `"sources"` for the code with them.
+        tokenizer: Folder or hub name of a tokenizer of transformers, whose tokens take the place
+            of the ASCII codes; `None` for one token a character.
     """
 
     def __init__(
-        self, batch_size: int = 16, block_size: int = 64, num_characters: int = 200_000
+        self,
+        batch_size: int = 16,
+        block_size: int = 64,
+        num_characters: int = 200_000,
+        text: Literal["docstrings", "sources"] = "docstrings",
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.block_size = block_size
         self.num_characters = num_characters
+        self.text = text
+        self.tokenizer = tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        text = docstrings(self.num_characters)
-        codes = torch.tensor(list(text.encode("ascii", "replace")), dtype=torch.long)
+        text = {"docstrings": docstrings, "sources": sources}[self.text](self.num_characters)
+        codes = torch.tensor(tokens_of(text, self.tokenizer), dtype=torch.long)
         # One code more than a block: the targets are the block moved on by one character.
         blocks = codes.unfold(0, self.block_size + 1, self.block_size)
         tenth = len(blocks) // 10
@@ -93,6 +104,15 @@ class TextDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
 
+def tokens_of(text: str, tokenizer: str | None) -> list[int]:
+    """Returns the ASCII codes of a text, or its tokens; see :class:`TextDataModule`."""
+    if tokenizer is None:
+        return list(text.encode("ascii", "replace"))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer)(text, add_special_tokens=False)["input_ids"]
+
+
 def docstrings(num_characters: int) -> str:
     """Returns the first docstrings of the standard library's modules, in alphabetical order.
 
@@ -101,11 +121,24 @@ def docstrings(num_characters: int) -> str:
     Args:
         num_characters: Length of the text, if there are as many.
     """
+    return _gathered(num_characters, _docstrings_of)
+
+
+def sources(num_characters: int) -> str:
+    """Returns the first sources of the standard library's modules, in alphabetical order.
+
+    Args:
+        num_characters: Length of the text, if there are as many.
+    """
+    return _gathered(num_characters, lambda path: [path.read_text(encoding="utf-8")])
+
+
+def _gathered(num_characters: int, texts_of: Callable[[Path], Iterable[str]]) -> str:
     text = ""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= num_characters:
             break
-        text += "".join(f"{docstring}\n\n" for docstring in _docstrings_of(path))
+        text += "".join(f"{part}\n\n" for part in texts_of(path))
     return text[:num_characters]
 
 

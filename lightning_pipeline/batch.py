@@ -63,7 +63,9 @@ def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if _is_tensor_collection(value):
         names = list(value.keys())
         return [value.get(name) for name in names], lambda new: _with_entries(value, names, new)
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    # By number: torch's function is part of a cycle, with all that the question refers to.
+    number = id(value)
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda node: id(node) != number)
     if len(children) != 1 or children[0] is not value:
         return children, lambda new: pytree.tree_unflatten(new, spec)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.splitting.torch_private import FunctionBase
+from lightning_pipeline.splitting.torch_private import FunctionBase, saves_otherwise
 
 Node = torch.autograd.graph.Node
 
@@ -63,9 +63,9 @@ def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
 
     torch finds the weights by what they share with the path of a differentiable input. It loses
     the gradients of weights on other paths (frozen or identity stages before, an embedding whose
-    result only passes through), fails where a weight is used twice with another one in between,
-    and runs opaque nodes (custom functions, compiled blocks) twice. Such stages run their whole
-    backward at once instead.
+    result only passes through), fails where a weight, or two parts of it, are used with another
+    one in between, and runs opaque nodes (custom functions, compiled blocks) twice, as what is
+    computed again because it was not saved. Such stages run their whole backward at once instead.
 
     Args:
         outputs: The stage's outputs, or its loss.
@@ -86,22 +86,23 @@ def can_split(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
             if following is None:
                 continue
             users.setdefault(following, []).append(node)
-            variable = getattr(following, "variable", None)
-            is_input = variable is not None and id(variable) in leaves
-            if variable is not None and not is_input and len(users[following]) > 1:
-                return False
             if following not in seen:
                 seen.add(following)
                 queue.append(following)
-                if is_input:
+                if id(getattr(following, "variable", None)) in leaves:
                     entries.append(following)
-    return set(roots) <= _closure(entries, users)
+    on_paths = _closure(entries, users)
+    if any(len(users.get(node, ())) > 1 for node in seen - on_paths):
+        return False  # a weight, or what was made from one
+    return set(roots) <= on_paths
 
 
 def _is_opaque(node: Node) -> bool:
     # Autograd functions written in Python are nodes of a Python class.
     kinds = type(node).__mro__
-    return FunctionBase in kinds and _Boundary._backward_cls not in kinds
+    if FunctionBase in kinds:
+        return _Boundary._backward_cls not in kinds
+    return saves_otherwise(node)
 
 
 def _closure(nodes: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.mesh import Mesh
-from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.splitting import canonical_names, is_elsewhere, state_items
 
 Path = tuple[Any, ...]
 """Keys and indices that lead to a value in a checkpoint."""
@@ -276,7 +276,8 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     Raises:
         RuntimeError: If they do not although they must, or shapes differ.
     """
-    elsewhere = {name for *_, name, tensor in state_items(module) if is_elsewhere(tensor)}
+    foreign = {name for *_, name, tensor in state_items(module) if is_elsewhere(tensor)}
+    elsewhere = {name for name, first in canonical_names(module).items() if first in foreign}
     if not elsewhere:
         module.load_state_dict(state, strict=strict)
         return

@@ -256,6 +256,9 @@ def _train(trainer: L.Trainer, model: Any, data: Any, cfg: DictConfig) -> None:
         return
     if "val_acc" in trainer.callback_metrics:
         print(f"final validation accuracy: {trainer.callback_metrics['val_acc']:.4f}")
+    for name, value in trainer.callback_metrics.items():
+        if name.startswith("val_") and name != "val_acc":
+            print(f"final {name}: {value:.4f}")
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if best:
         print(f"checkpoint: {os.path.relpath(best)}")

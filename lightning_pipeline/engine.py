@@ -16,17 +16,21 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from lightning_pipeline.actions import action_lists
 from lightning_pipeline.boundary import can_split, cross
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
+from lightning_pipeline.sends import Sends
 from lightning_pipeline.steps import TensorMeta
 
 # On an error torch logs the whole action list of the schedule around the user's traceback.
 logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
 
 _EMPTY = TensorMeta((0,), torch.float32, False)
-_CACHED_PASSES = 16
+# As many as plans: a pass has meta tensors and lists of actions only, 2 ms to make, but a run that
+# goes through more shapes in turn than fit would make one every step.
+_CACHED_PASSES = 256
 
 
 class Work(Protocol):
@@ -100,6 +104,7 @@ class _Stage(PipelineStage):
         num_stages: Number of stages.
         received: Tensors that arrive, [microbatches][values]; equally many in all microbatches.
         sent: Tensors that leave, likewise.
+        connected: Whether neighbours have sent to each other before.
     """
 
     def __init__(
@@ -110,11 +115,13 @@ class _Stage(PipelineStage):
         sent: list[list[TensorMeta]],
         device: torch.device,
         group: Any,
+        connected: bool,
     ) -> None:
-        self.body = _Body(index)
+        self.body, self._connected = _Body(index), connected
         self._received, self._sent = _as_tensors(received), _as_tensors(sent)
         self._whole_backward: set[int] = set()
         self._splits: dict[tuple[Any, ...], bool] = {}
+        self.sends: Sends | None = None
         super().__init__(
             self.body,
             index,
@@ -125,6 +132,16 @@ class _Stage(PipelineStage):
             group=group,
         )
         self.body.num_sent = len(self._sent[0])
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The vote on whether all have static metadata: that of the first pass connects neighbours,
+        # another one for each new shape would only be messages and a wait for them.
+        yes = torch.ones(1, dtype=torch.int32)
+        return yes if self._connected else super()._warmup_forward_vote(*args, **kwargs)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
+        yes = torch.ones(1, dtype=torch.int32)
+        return yes if self._connected else super()._warmup_backward_result(*args, **kwargs)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -163,8 +180,21 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        self._make_buffers(self.grad_recv_info[mb_index])
+        infos = self.grad_recv_info[mb_index]
+        missing = (i for i, grad in zip(infos, next_stage_bwd_outputs, strict=True) if grad is None)
+        self._make_buffers(tuple(missing))
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        _forget_values(prev_stage_outputs)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        _forget_values(self.fwd_cache[fwd_chunk_id][0])  # the operations have aliases
+        if self.sends is not None:
+            return self.sends.post((self.stage_index, "F", fwd_chunk_id), operations)
+        return operations
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         # A gradient that is missing is sent as zeros of this microbatch's shape.
@@ -172,14 +202,21 @@ class _Stage(PipelineStage):
             extract_tensor_meta(meta.detach()) if meta.requires_grad else None
             for meta in self._received[bwd_chunk_id]
         )
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        if self.sends is not None:
+            return self.sends.post((self.stage_index, "B", bwd_chunk_id), operations)
+        return operations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.body.microbatch = fwd_chunk_id
+        if self.sends is not None:
+            self.sends.on_forward(self.stage_index, fwd_chunk_id)
         try:
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             for info in self.args_recv_info[fwd_chunk_id]:
                 info.buffer = None
+            if not self.has_backward:
+                self.fwd_cache[fwd_chunk_id] = (self.fwd_cache[fwd_chunk_id][0], [])
             return out
         except RuntimeError as error:
             raise error.__cause__ or error from None  # torch wraps the user's exception
@@ -191,11 +228,15 @@ class _Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        if self.sends is not None:
+            self.sends.wait((self.stage_index, "F", bwd_chunk_id))
         if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
             self._whole_backward.add(bwd_chunk_id)
             full_backward = True
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._forget(bwd_chunk_id, loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._whole_backward:
@@ -203,6 +244,14 @@ class _Stage(PipelineStage):
             return
         with torch.autocast(self.device.type, enabled=False):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._forget(bwd_chunk_id, None)
+
+    def _forget(self, microbatch: int, loss: Tensor | None) -> None:
+        """Lets go of what torch keeps of a microbatch until the end of the pass."""
+        for info in self.grad_recv_info[microbatch] if self.has_backward else ():
+            info.buffer = None
+        if loss is not None:
+            loss.detach_()  # it is in the schedule's list of losses, with the whole graph
 
     def _can_split(self, microbatch: int, loss: Tensor | None) -> bool:
         shapes = tuple(tuple(meta.shape) for meta in self._received[microbatch])
@@ -214,6 +263,12 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             self.body.work.finished(self.stage_index)
+
+
+def _forget_values(sent: Any) -> None:
+    """Lets go of the memory of values that are on their way; their place in the graph stays."""
+    for value in sent if isinstance(sent, tuple) else (sent,):
+        value.data = value.new_empty(()).expand(value.shape)
 
 
 def _as_tensors(metas: list[list[TensorMeta]]) -> list[tuple[Tensor, ...]]:
@@ -245,6 +300,7 @@ class Engine:
         self._num_ranks = len(mesh.pipeline_ranks)
         self._num_stages = self._num_ranks * stages_per_rank
         self._passes: Cache[tuple[list[_Stage], Any]] = Cache(_CACHED_PASSES)
+        self._connected = False
         self._work: Work
 
     def run(self, work: Work) -> None:
@@ -261,6 +317,9 @@ class Engine:
             # Each last stage gets the numbers of its microbatches as torch's loss targets.
             targets = torch.arange(work.num_microbatches) if self._mesh.is_last else None
             schedule.step(target=targets, return_outputs=False)
+            if stages[0].sends is not None:
+                stages[0].sends.finish()
+            self._connected = True
         except BaseException:
             self._passes.forget(key)  # it keeps half of a pass
             raise
@@ -280,6 +339,15 @@ class Engine:
             return stages, self._forward_only(stages, work.num_microbatches)
         kind = torch_schedules.get_schedule_class(self._schedule.name)
         kwargs = {"loss_fn": self._scaled_loss, "scale_grads": False}
+        if not self._schedule.is_single:
+            sizes = (self._num_ranks, len(stages), work.num_microbatches)
+            sends = Sends(
+                action_lists(self._schedule, *sizes),
+                torch_schedules._batch_p2p,
+                torch_schedules._wait_batch_p2p,
+            )
+            for stage in stages:
+                stage.sends = sends
         given = stages[0] if self._schedule.is_single else stages
         return stages, kind(given, work.num_microbatches, **kwargs)
 
@@ -293,7 +361,8 @@ class Engine:
 
         received, sent = boundary(index), boundary(index + 1)
         group = self._mesh.pipeline_group
-        return _Stage(index, self._num_stages, received, sent, self._device, group)
+        sizes = index, self._num_stages
+        return _Stage(*sizes, received, sent, self._device, group, self._connected)
 
     def _scaled_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         # Not in place and never the loss itself, which split backward detaches.

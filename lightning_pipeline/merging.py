@@ -179,3 +179,16 @@ def _is_list_of_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
         for value, n in zip(values, sizes, strict=True)
         for leaf in leaves(value)
     )
+
+
+def numbers_in(made: dict[str, Any]) -> dict[Place, int | Tensor]:
+    """Whole numbers that a step makes; see :class:`Merger`."""
+    found = dict(whole_numbers(made["output"], ("output",)))
+    for name, value in made["logs"].items():
+        found.update(whole_numbers(value, ("log", name)))
+    for name, value in made["attributes"].items():
+        found.update(whole_numbers(value, ("attributes", name)))
+    for path, entries in made["lists"].items():
+        for index, entry in enumerate(entries):
+            found.update(whole_numbers(entry, list_place(path, index)))
+    return found

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
-from lightning_pipeline.splitting import state_items
+from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import (
     ABSENT,
     Analyst,
@@ -72,6 +73,7 @@ class Observer:
         only: Dotted name of the single module to cut, ``None`` for all that hold weights.
         device: The rank's device.
         seed: Seed of random numbers drawn in surveys.
+        uncut: Classes of modules that are not cut.
 
     Attributes:
         carries: What the steps carry from batch to batch.
@@ -86,11 +88,12 @@ class Observer:
         only: str | None,
         device: torch.device,
         seed: int,
+        uncut: tuple[type[nn.Module], ...] = (),
     ) -> None:
         self._module, self._mesh, self._only = module, mesh, only
         self._device, self._seed = device, seed
         self._by_hand = HandMade.of(module, only, mesh.num_stages)
-        self._analyst = Analyst(module, mesh.num_stages, device)
+        self._analyst = Analyst(module, mesh.num_stages, device, uncut=uncut)
         self.carries = Carries(module)
         self.counts: dict[str, set[Place]] = {}
         self.unsure: dict[str, set[Place]] = {}
@@ -123,15 +126,21 @@ class Observer:
     def _survey_one(self, candidate: Candidate) -> Survey:
         """Surveys in the step's mode where the weights are: on the host, before they are placed."""
         modes = [(child, child.training) for child in self._module.modules()]
-        host = next((t.device for *_, t in state_items(self._module)), self._device)
+        state = [t for *_, t in state_items(self._module)]
+        made_up = any(map(is_elsewhere, state))  # no rank holds any weights yet
+        there = [t.device for t in state if not is_elsewhere(t)]
+        host = next(iter(there), torch.device("cpu") if made_up else self._device)
         analyst = self._analyst
         if host != self._device:
-            analyst = Analyst(self._module, self._mesh.num_stages, host, analyst.leaves)
+            analyst = Analyst(
+                self._module, self._mesh.num_stages, host, analyst.leaves, analyst.uncut
+            )
         try:
-            self._module.train(candidate.step == "training_step")
+            if not candidate.is_next:  # then modules have the modes that they are to have
+                self._module.train(candidate.step == "training_step")
             with patched([(self._module, "_device", host)]):
                 return self._survey(
-                    candidate.step, candidate.example, candidate.context, analyst, host, False
+                    candidate.step, candidate.example, candidate.context, analyst, host, made_up
                 )
         finally:
             for child, training in modes:

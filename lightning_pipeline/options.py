@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_pipeline.schedules import Auto, Schedule
-from lightning_pipeline.steps import PartitionSpec
+from lightning_pipeline.steps import Manner, PartitionSpec
 
 Recompute = Literal["none", "full", "except_last"]
 
@@ -38,6 +38,22 @@ class Options:
     activation_checkpointing: Recompute | tuple[type[nn.Module], ...] = "none"
     compile: dict[str, Any] | None = None
     deferred_batch_norm: bool = False
+
+    def manner(self, is_last: bool) -> Manner:
+        """How a stage is run.
+
+        Args:
+            is_last: Whether it is the last stage.
+        """
+        whole = self.activation_checkpointing
+        again = whole == "full" or (whole == "except_last" and not is_last)
+        return Manner(again, self.compile)
+
+    @property
+    def uncut(self) -> tuple[type[nn.Module], ...]:
+        """Classes of modules that are not cut."""
+        whole = self.activation_checkpointing
+        return () if isinstance(whole, str) else whole
 
 
 def recompute_of(

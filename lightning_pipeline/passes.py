@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.batch import Cut
+from lightning_pipeline.batchnorm import counting
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.logs import LogRecorder
 from lightning_pipeline.merging import Merger, Place, detached, mean
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.placing import Held
+from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import Carries, Microbatch, Runner, TensorMeta
 from lightning_pipeline.steps.patches import patched
 
@@ -84,9 +86,15 @@ class StepPass:
         """Runs one stage on one microbatch; the loss on the last stage."""
         if self.cut.is_filler(microbatch):
             return self._fill(stage, microbatch, received)
+        with counting(microbatch):
+            return self._run(stage, microbatch, received)
+
+    def _run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         item, runner = self.microbatches[microbatch], self.runners[stage]
         if stage < item.plan.num_stages - 1:
-            return runner(item, received)[0]
+            values = runner(item, received)[0]
+            runner.forget()
+            return values
         rows = self.cut.sizes[microbatch]
         self.recorder.rows = rows
         self.metrics.begin(rows)
@@ -95,6 +103,7 @@ class StepPass:
         self.outputs.append(detached(self.metrics.marked(returned)))
         self.appended.append(detached(self.metrics.marked(runner.appended)))
         self.assigned.append(detached(runner.assigned))
+        runner.forget()
         self.weights.append(_weight_of(item, returned))
         self.recorder.end(self.weights[-1])
         return self._loss(item, returned)
@@ -102,11 +111,14 @@ class StepPass:
     def _fill(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         """Runs a microbatch of weight 0, of which nothing stays but gradients of zero."""
         item = self.microbatches[microbatch]
-        saved = [(buffer, buffer.detach().clone()) for buffer in self.held.buffers[stage]]
+        state = [i for i in state_items(self.runners[stage].module) if not is_elsewhere(i.tensor)]
+        buffers = [held for held in state if not isinstance(held.tensor, nn.Parameter)]
+        saved = [(held, held.tensor.detach().clone()) for held in buffers]
         values, returned = self.runners[stage](item, received)
-        self.runners[stage].appended.clear()
-        for buffer, value in saved:
-            buffer.data.copy_(value)  # not a new version: the backward has saved this one
+        self.runners[stage].forget()
+        for held, value in saved:
+            held.entries[held.key] = held.tensor  # it may have been bound anew
+            held.tensor.data.copy_(value)  # not a new version: the backward has saved this one
         if stage < item.plan.num_stages - 1:
             return values
         return _loss_of(item, returned) if self.trains else torch.zeros(())

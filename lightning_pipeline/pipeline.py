@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipeline.batch import (
     Cut,
     signature,
 )
+from lightning_pipeline.batchnorm import Norms, names_of_norms, normalises_batches
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
+from lightning_pipeline.lazies import initialise
 from lightning_pipeline.loaders import choose_cut, cut_together, loader_levels, require_same
 from lightning_pipeline.logs import LogExchange, LogRecorder
 from lightning_pipeline.mesh import Mesh, Scope
@@ -28,20 +29,24 @@ from lightning_pipeline.options import Options
 from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import Held, PlacedModule, share
 from lightning_pipeline.plan import Plan
+from lightning_pipeline.refusals import check_uncut
+from lightning_pipeline.sharing import share_state
 from lightning_pipeline.steps import (
     ABSENT,
     Microbatch,
     Runner,
     StepPlan,
     append,
+    compiled,
     mix,
     patched,
+    recomputed_blocks,
     set_attributes,
     stream,
 )
 from lightning_pipeline.writing import Writers
 
-_CACHED_PLANS = 128
+_CACHED_PLANS = 256
 
 
 class Pipeline:
@@ -55,6 +60,9 @@ class Pipeline:
         seed: Seed of all random numbers inside steps, equal on every rank.
         contexts: Precision context of each step method, by its name.
         placed: The module as an earlier run left it spread; ``None`` if it is whole.
+
+    Attributes:
+        norms: Its norms that are changed for the run, if some are.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class Pipeline:
         contexts: Mapping[str, Context],
         placed: PlacedModule | None = None,
     ) -> None:
+        check_uncut(module, options.uncut)
         self._module, self._mesh, self._options = module, mesh, options
         self._device, self._seed, self._contexts = device, seed, contexts
         self._placed = placed or PlacedModule(module, mesh, options, device, seed)
@@ -80,7 +89,9 @@ class Pipeline:
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._sizes: dict[str, Any] = {}
+        self._repeated: list[tuple[object, str, Any]] | None = None
         self._trained = False
+        self.norms: Norms | None = None
 
     @property
     def module(self) -> LightningModule:
@@ -122,7 +133,7 @@ class Pipeline:
             show: Called with the plan.
         """
         require_same(step, args[0], self._mesh, self._device)
-        cut = self._cut(args[0], step)
+        cut = self._cut(args[0], step, trains=fitting)
         microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
         steps = ["training_step", "validation_step"] if fitting else [step]
         candidates = [
@@ -140,7 +151,17 @@ class Pipeline:
             for name in steps
             if name == step or name == "training_step" or self._module.trainer.enable_validation
         ]
+        self._initialise(candidates)
         self._placed.place(candidates, lambda plan: show(self._placed.describe(plan, cut.total)))
+
+    def _initialise(self, candidates: list[Candidate]) -> None:
+        """Lets lazy modules become what they are going to be."""
+        with torch.inference_mode(False), torch.enable_grad(), self._mesh.within(Scope.ALONE):
+            if not initialise(self._module, candidates):
+                return
+        share_state(self._module, self._mesh, self._device)
+        if self.norms is not None:
+            self.norms.change()
 
     def share_buffers(self) -> None:
         """Gives all replicas the buffers of the first one, as DDP does before a forward.
@@ -156,6 +177,9 @@ class Pipeline:
         self._computed.remove()
         self._writers.remove()
         self._engine.clear()
+        if self.norms is not None:
+            self.norms.restore()
+            self.norms = None
 
     def pause(self) -> None:
         """Ends a run and leaves the weights where they are."""
@@ -197,8 +221,11 @@ class Pipeline:
         work = self._prepare(step, args, trains, scale, accumulated, count)
         self._computed.inside_step = True
         try:
-            with self._mesh.within(Scope.REPLICAS):
+            blocks = self._blocks() if trains else []
+            with self._mesh.within(Scope.REPLICAS), patched(blocks):
                 self._engine.run(work)
+            if self.norms is not None:
+                self.norms.end_batch()
             with stream(mix(self._seed, work.microbatches[0].seed), self._device):
                 work.metrics.finish()
         finally:
@@ -287,10 +314,28 @@ class Pipeline:
     def _runners_of(self, step: str) -> dict[int, Runner]:
         if step not in self._runners:
             self._runners[step] = {
-                stage: Runner(self._module, stage, self._contexts[step], self._device)
+                stage: Runner(
+                    self._module,
+                    stage,
+                    self._contexts[step],
+                    self._device,
+                    self._options.manner(stage == self._mesh.num_stages - 1),
+                )
                 for stage in self._mesh.stages
             }
         return self._runners[step]
+
+    def _blocks(self) -> list[tuple[object, str, Any]]:
+        """Patches of the modules that are to be computed again in the backward."""
+        kinds, arguments = self._options.activation_checkpointing, self._options.compile
+
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return forward if arguments is None else compiled(forward, arguments)
+
+        if self._repeated is None:
+            kinds = () if isinstance(kinds, str) else kinds
+            self._repeated = recomputed_blocks(self._module, kinds, self._device, wrap)
+        return self._repeated
 
     def _check_fingerprints(self, step: str) -> None:
         for runner in self._runners[step].values():
@@ -304,18 +349,20 @@ class Pipeline:
                     "random source that seed_everything does not know."
                 )
 
-    def _cut(self, batch: Any, step: str) -> Cut:
+    def _cut(self, batch: Any, step: str, trains: bool = False) -> Cut:
         # BatchNorm refuses to normalise a single row in training.
-        norms = (m for m in self._module.modules() if isinstance(m, _BatchNorm))
-        min_rows = 2 if any(m.training for m in norms) else 1
+        by_batch = normalises_batches(self._module)
+        min_rows = 2 if by_batch or (trains and names_of_norms(self._module)) else 1
 
         def choose(rows: int) -> tuple[int, int]:
+            # An evaluation by the statistics of its batches is exact with whole ones only.
+            whole = by_batch and step != "training_step"
             return self._options.schedule.choose_microbatches(
                 rows,
                 self._options.num_microbatches,
                 self._mesh.sizes.pipeline,
                 self._options.stages_per_rank,
-                min_rows if rows > 1 else 1,
+                rows if whole or rows < min_rows else min_rows,
             )
 
         return choose_cut(batch, step, loader_levels(self._module, batch), choose, min_rows)

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pipeline.batchnorm import names_of_norms
 from lightning_pipeline.gradients import GradientReducer
+from lightning_pipeline.materialising import Deferred
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.observing import Candidate, Context, Example, Observer
 from lightning_pipeline.options import Options
 from lightning_pipeline.plan import Plan, make_plan, stage_modules
-from lightning_pipeline.sharing import make_whole
+from lightning_pipeline.sharing import make_whole, share_state
 from lightning_pipeline.splitting import (
     canonical_names,
     is_elsewhere,
@@ -64,12 +65,16 @@ class PlacedModule:
         mesh: The rank's place, groups built.
         options: The user's choices.
         device: The rank's device.
-        seed: Seed of random numbers drawn in surveys.
+        seed: Seed of random numbers drawn in surveys, and of weights that are made with the
+            placement.
 
     Attributes:
         observer: Surveys its steps.
         placement: Where everything lives; ``None`` before the first batch.
         held: What this rank holds; ``None`` before the first batch.
+        deferred: What the module's weights are made from, if it was built without and has not been
+            placed.
+        began_without_weights: Whether it was built without.
     """
 
     def __init__(
@@ -82,9 +87,18 @@ class PlacedModule:
     ) -> None:
         self._module, self._mesh, self._options = module, mesh, options
         self._device, self._ignores_targets = device, False
-        self.observer = Observer(module, mesh, options.module, device, seed)
+        self._written: list[str] = []
+        self.observer = Observer(module, mesh, options.module, device, seed, options.uncut)
+        self._seed = seed
         self.placement: Placement | None = None
         self.held: Held | None = None
+        self.deferred: Deferred | None = None
+        self.began_without_weights = False
+
+    def defer(self, deferred: Deferred | None) -> None:
+        """Lets the module's weights come with its placement, if there is anything ``deferred``."""
+        self.deferred = deferred
+        self.began_without_weights |= deferred is not None
 
     def place(self, candidates: list[Candidate], on_placed: Callable[[StepPlan], None]) -> None:
         """Surveys the steps on the first batch and leaves this rank with its stages' weights.
@@ -107,6 +121,7 @@ class PlacedModule:
             self.placement = box[0]
             step, found = next(iter(surveys.items()))
             self._ignores_targets = found.ignores_targets
+            self._written = sorted(found.writes)
             on_placed(plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE))
             del surveys, found
             self.held = self._release(self.placement)
@@ -122,8 +137,17 @@ class PlacedModule:
         here = set(self._mesh.stages)
         canonical = canonical_names(self._module)
         holders = {name: tuple(sorted(stages)) for name, stages in placement.holders.items()}
-        release(self._module, lambda name: bool(here & set(holders[name])), holders)
+
+        def keep(name: str) -> bool:
+            return bool(here & set(holders[name]))
+
+        release(self._module, keep, holders)
         gc.collect()  # dead graphs of the survey still have the memory of what is released
+        if self.deferred is not None:
+            self.deferred.fill(keep, holders, self._device, self._seed)
+            self.deferred = None
+            if self._mesh.sizes.data > 1:  # an unseeded source of random numbers differs
+                share_state(self._module, self._mesh, self._device)
         self._module.to(self._device)  # metrics too; a placeholder stays what it is
         parameters: dict[int, list[nn.Parameter]] = {stage: [] for stage in self._mesh.stages}
         buffers: dict[int, list[Tensor]] = {stage: [] for stage in self._mesh.stages}
@@ -204,16 +228,31 @@ class PlacedModule:
         notes: list[str] = []
         if step != "training_step" or num_microbatches == 1:
             return notes
-        norms = [n for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
+        norms = names_of_norms(self._module)
         if norms:
+            deferred = "; its running statistics are those of whole batches of what it gets"
             notes.append(
                 f"{norms[0]} ({len(norms)} such in all) normalises each microbatch by itself, as "
                 "with accumulate_grad_batches; weights will differ from those of whole batches"
+                + (deferred if self._options.deferred_batch_norm else "")
+            )
+        if self._written:
+            notes.append(
+                f"training_step writes to {self._written[0]} ({len(self._written)} such in all) "
+                "once a microbatch, one after the other, as with accumulate_grad_batches"
             )
         if self._ignores_targets:
             notes.append(
                 "training_step's loss is a mean over the targets that are not ignored; return "
                 "{'loss': loss, 'weight': their number} for the mean over the whole batch"
+            )
+        splits = self._options.schedule.splits_backward
+        again, compiles = self._options.activation_checkpointing, self._options.compile is not None
+        if splits and (again != "none" or compiles):
+            which = "compiled" if compiles else "recomputed"
+            notes.append(
+                f"{which} stages run their whole backward at once, in the place of its first half: "
+                f"the bubble of {self._options.schedule.name} is larger than predicted"
             )
         return notes
 

@@ -24,24 +24,25 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_pipeline.splitting import is_elsewhere, state_items
 
 
-def check_parameters(module: LightningModule) -> None:
-    """Refuses parameters whose shape is not known yet.
+def check_uncut(module: LightningModule, kinds: tuple[type[torch.nn.Module], ...]) -> None:
+    """Refuses classes to be computed again of which there is no module.
 
     Raises:
         MisconfigurationException: If there is one.
     """
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
+    for kind in kinds:
+        if not any(isinstance(child, kind) for child in module.modules()):
+            below = (child for child in module.modules() if child is not module)
+            blocks = {type(child).__name__ for child in below if child._modules}
             raise MisconfigurationException(
-                f"strategy='pipeline' must know the shape of every parameter before the first "
-                f"batch, but {name!r} is lazy. Call the module once on an example before the fit, "
-                "or give its input size, e.g. nn.Linear(64, 10) for nn.LazyLinear(10)."
+                f"activation_checkpointing must list classes of modules of the model, but "
+                f"{type(module).__name__} has no {kind.__name__}. Its blocks are of "
+                f"{', '.join(sorted(blocks)) or 'no class of its own'}: name one of these."
             )
 
 
@@ -124,6 +125,13 @@ def check_callbacks(module: LightningModule) -> None:
                 "them. Remove it from Trainer(callbacks=...), and prune the checkpoint of the run "
                 "on one device."
             )
+        averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+        if averages and any(t.is_meta and not is_elsewhere(t) for *_, t in state_items(module)):
+            raise MisconfigurationException(
+                f"The callback {name} copies the weights of {type(module).__name__} before the "
+                "first batch, but they are on meta and get their values with it. Build the module "
+                "without torch.device('meta'), or remove the callback."
+            )
         norms = StochasticWeightAveraging.pl_module_contains_batch_norm
         if isinstance(callback, StochasticWeightAveraging) and norms(module):
             raise MisconfigurationException(
@@ -181,7 +189,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuses optimizers that need more than this rank's parameters.
 
     Raises:
-        MisconfigurationException: If there are several, or one of them is L-BFGS.
+        MisconfigurationException: If there are several, one is L-BFGS, or its step is compiled.
     """
     if len(optimizers) > 1:
         raise MisconfigurationException(
@@ -195,6 +203,14 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "strategy='pipeline' cannot run LBFGS: its line search needs the whole gradient "
                 "on one device. Use an optimizer that treats each parameter by itself, e.g. "
                 "torch.optim.AdamW."
+            )
+        # What torch.compile marks its functions with (torch 2.13). Lightning gives the whole step
+        # to it, as the closure.
+        if hasattr(optimizer.step, "_torchdynamo_orig_callable"):
+            raise MisconfigurationException(
+                "strategy='pipeline' cannot run a compiled optimizer.step: torch.compile would "
+                "look into the whole training step, which the optimizer calls. Leave the step of "
+                f"{type(optimizer).__name__} as it is; fused=True makes one kernel of it."
             )
 
 

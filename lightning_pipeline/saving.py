@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
 from lightning_pipeline import sharded
 from lightning_pipeline.failing import FailingStrategy
+from lightning_pipeline.materialising import is_unplaced
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.splitting import is_elsewhere
+from lightning_pipeline.weights import copied
 
 
 class SavingStrategy(FailingStrategy):
@@ -21,6 +25,10 @@ class SavingStrategy(FailingStrategy):
 
     _pipeline: Pipeline | None = None
     _shards_checkpoints = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting: list[tuple[Optimizer, Mapping[str, Any]]] = []
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -31,9 +39,31 @@ class SavingStrategy(FailingStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Not to the device yet: before the first batch this is the state of the whole model.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+            if any(map(is_elsewhere, _parameters(optimizer))):
+                optimizer.load_state_dict({**state, "state": {}})
+                self._waiting.append((optimizer, state))
+            else:
+                optimizer.load_state_dict(state)
         if self._pipeline is not None and self._pipeline.is_placed:
-            self._drop_foreign_state()
+            self._load_held_state()
+
+    def _load_held_state(self) -> None:
+        """Loads what waits for the placement: the optimizer state of this rank's parameters."""
+        for optimizer, state in self._waiting:
+            saved = [index for group in state["param_groups"] for index in group["params"]]
+            entries = dict(state["state"])
+            held = {}
+            for number, (index, parameter) in enumerate(
+                zip(saved, _parameters(optimizer), strict=True)
+            ):
+                entry = entries.pop(index, None)
+                if entry is not None and not is_elsewhere(parameter):
+                    held[number] = entry
+            groups = optimizer.state_dict()["param_groups"]
+            state = copied({**entries, **held})
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._waiting = []
+        self._drop_foreign_state()
 
     @override
     def save_checkpoint(
@@ -41,6 +71,12 @@ class SavingStrategy(FailingStrategy):
     ) -> None:
         if not self._may_save(filepath):
             return
+        if any(is_unplaced(tensor) for _, tensor in checkpoints.walk(checkpoint)):
+            raise MisconfigurationException(
+                f"No checkpoint can be written to {filepath} before the first batch: the module "
+                "was built without memory for its weights, in configure_model or on meta, and "
+                "gets them with it. Save behind it, e.g. in on_train_batch_end."
+            )
         if self._shards_checkpoints:
             self._save_folder(checkpoint, filepath, storage_options)
             return
@@ -76,3 +112,7 @@ class SavingStrategy(FailingStrategy):
             for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
                 del optimizer.state[parameter]
         _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -218,12 +219,18 @@ def _rest(
     return {**rest, _OWN: {"version": _VERSION, "keys": list(whole), "stored": stored, **own}}
 
 
-def load(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+def load(
+    path: Any,
+    weights_only: bool | None = None,
+    stand_in: Callable[..., Tensor] | None = None,
+) -> dict[str, Any]:
     """Reads a checkpoint folder into a plain Lightning checkpoint, in the memory of the host.
 
     Args:
         path: The folder.
         weights_only: As in ``torch.load``, for what is not a tensor.
+        stand_in: Makes what stands for a tensor that is read later, of its shape, its dtype and
+            the function that reads it; ``None`` reads all tensors now.
 
     Raises:
         FileNotFoundError: If it is no complete checkpoint folder.
@@ -246,18 +253,32 @@ def load(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
     keys = {tuple(path): key for path, key in own["stored"]}
     reader = dcp.FileSystemReader(folder)
     entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    tensors = {
-        key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
-        for key in set(keys.values())
+    kinds = {
+        key: (tuple(entries[key].size), entries[key].properties.dtype) for key in keys.values()
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as we ask it to be
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    if stand_in is None:
+        tensors = _read(reader, kinds)
+    else:
+        tensors = {
+            key: stand_in(*kind, partial(lambda k: _read(reader, {k: kinds[k]})[k], key))
+            for key, kind in kinds.items()
+        }
     everything = {**rest, **own}
     return mapped(
         {key: everything[key] for key in own["keys"]},
         lambda path, tensor: tensors[keys[path]] if path in keys else tensor,
     )
+
+
+def _read(
+    reader: dcp.FileSystemReader, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Tensor]:
+    """Values of some tensors of a folder, given their shapes and dtypes."""
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as we ask it to be
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def parameter_names(module: LightningModule, optimizer: Optimizer) -> dict[int, str]:

@@ -7,16 +7,24 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_pipeline.mesh import Mesh
-from lightning_pipeline.splitting import canonical_names, is_elsewhere, restore, state_items
+from lightning_pipeline.splitting import (
+    UNPLACED,
+    canonical_names,
+    is_elsewhere,
+    restore,
+    state_items,
+)
 from lightning_pipeline.steps import random_state, set_random_state
 
 
 def share_state(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Starts every rank with the weights of global rank 0, which stay where they are.
 
-    Of a module that an earlier run left spread, each part comes from the first replica.
+    Of a module that an earlier run left spread, each part comes from the first replica. What no
+    rank holds yet is left out.
 
     Args:
         module: The module, whole or spread.
@@ -25,10 +33,10 @@ def share_state(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """
     tensors = list({id(t): t for *_, t in state_items(module)}.values())
     source, group = 0, None
-    if any(map(is_elsewhere, tensors)):
+    if any(is_elsewhere(t) and t.elsewhere_holders != UNPLACED for t in tensors):
         source, group = mesh.data_ranks[0], mesh.data_group
     for tensor in tensors:
-        if not is_elsewhere(tensor):
+        if not (is_elsewhere(tensor) or is_lazy(tensor)):
             value = tensor.data.to(device).contiguous()
             dist.broadcast(value, source, group)
             tensor.data.copy_(value)

@@ -6,6 +6,7 @@ import atexit
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,7 +23,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.averaging import Averages
-from lightning_pipeline.batchnorm import restore, synchronise
+from lightning_pipeline.batchnorm import Norms
+from lightning_pipeline.building import BuildingStrategy
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import sees_old_gradients, without_compilation
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
@@ -44,12 +46,9 @@ from lightning_pipeline.refusals import (
     check_module,
     check_module_name,
     check_optimizers,
-    check_parameters,
     check_precision,
     check_start_method,
-    check_whole,
 )
-from lightning_pipeline.saving import SavingStrategy
 from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.sharing import share_random_state, share_state
 from lightning_pipeline.steps import random_state, set_random_state
@@ -61,7 +60,7 @@ def _nothing() -> None:
     """Ends what has not begun."""
 
 
-class PipelineStrategy(SavingStrategy):
+class PipelineStrategy(BuildingStrategy):
     """Trains an unmodified LightningModule over devices that each hold a part of it.
 
     Example:
@@ -87,7 +86,10 @@ class PipelineStrategy(SavingStrategy):
         save_distributed_checkpoint: Whether a checkpoint is a folder into which every rank writes
             what it holds; else it is one plain Lightning file. Both load into any layout.
         gather_after_run: Whether the module is whole again on every rank after a run. With
-            ``False`` it stays spread: for the next run of the same Trainer, or for checkpoints.
+            ``False`` it stays spread: for the next run of the same Trainer, or for checkpoints. So
+            does a module that was built without weights.
+        weights: File or folder with initial weights of the module or of one submodule:
+            safetensors, as ``save_pretrained`` writes them, or a checkpoint.
         process_group_backend: As in Lightning's DDPStrategy.
         timeout: As in Lightning's DDPStrategy.
         start_method: As in Lightning's DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"``.
@@ -112,6 +114,7 @@ class PipelineStrategy(SavingStrategy):
         deferred_batch_norm: bool = False,
         save_distributed_checkpoint: bool = False,
         gather_after_run: bool = True,
+        weights: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -135,7 +138,7 @@ class PipelineStrategy(SavingStrategy):
         )
         check_start_method(start_method, gather_after_run)
         self._shards_checkpoints = save_distributed_checkpoint
-        self._gathers_after_run = gather_after_run
+        self._gathers_after_run, self._weights = gather_after_run, weights
         if num_microbatches != "auto":
             require_count("num_microbatches", num_microbatches)
         if isinstance(pipeline_parallel_size, int):
@@ -144,7 +147,6 @@ class PipelineStrategy(SavingStrategy):
         self._parks = False
         self._norm: WholeNorm | None = None
         self._averages: Averages | None = None
-        self._synchronised: list[tuple[torch.nn.Module, type]] = []
         self._end_examples: Callable[[], None] = _nothing
         self.plan: Plan | None = None
 
@@ -191,11 +193,9 @@ class PipelineStrategy(SavingStrategy):
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         without_compilation(module)
+        self._defer_weights()
         kept = self._kept_pipeline(module)
         self._check(trainer, module, fitting)
-        if fitting:
-            everything = self._layer_sync is not None and self.mesh.sizes.data > 1
-            self._synchronised = synchronise(module, self.mesh, everything)
         self._deal_out(trainer)
         share_random_state(self.mesh, self.root_device)
         self.precision_plugin.convert_module(module)
@@ -208,6 +208,9 @@ class PipelineStrategy(SavingStrategy):
         validate_together(trainer)
         self._pipeline = self._make_pipeline(module, kept)
         if fitting:
+            everything = self._layer_sync is not None and self.mesh.sizes.data > 1
+            defers = self._options.deferred_batch_norm
+            self._pipeline.norms = Norms(module, self.mesh, everything, defers)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -216,22 +219,14 @@ class PipelineStrategy(SavingStrategy):
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
         """Refuses what cannot be run, before anything is changed."""
         check_module_name(module, self._options.module)
-        check_parameters(module)
         check_precision(self.precision_plugin)
+        self._check_deferred()
         if self._shards_checkpoints:
             check_checkpoint_io(self.checkpoint_io)
         if not self._gathers_after_run:
             check_gathering(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting:
             check_module(module, self._layer_sync)
-
-    def _kept_pipeline(self, module: pl.LightningModule) -> Pipeline | None:
-        """The pipeline of an earlier run that left the module spread."""
-        kept = self._pipeline
-        if kept is not None and kept.is_placed and kept.module is module:
-            return kept
-        check_whole(module)
-        return None
 
     def _make_pipeline(self, module: pl.LightningModule, kept: Pipeline | None) -> Pipeline:
         plugin = self.precision_plugin
@@ -243,8 +238,10 @@ class PipelineStrategy(SavingStrategy):
         )
         seed = self.broadcast(torch.initial_seed() % 2**62)
         context = dict(zip(_STEPS, contexts, strict=True))
-        placed = None if kept is None else kept.placed
-        return Pipeline(module, self.mesh, self._options, self.root_device, seed, context, placed)
+        args = module, self.mesh, self._options, self.root_device, seed, context
+        pipeline = Pipeline(*args, None if kept is None else kept.placed)
+        pipeline.placed.defer(self._deferred)
+        return pipeline
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -343,7 +340,8 @@ class PipelineStrategy(SavingStrategy):
                 pipeline.place(step, args, fitting, self._show)
                 assert self._averages is not None
                 self._averages.release(pipeline.holders)
-            self._drop_foreign_state()
+            self._deferred = None
+            self._load_held_state()
         return module, pipeline
 
     def _show(self, plan: Plan) -> None:
@@ -361,7 +359,6 @@ class PipelineStrategy(SavingStrategy):
     def teardown(self) -> None:
         self._end()
         self._end_examples()
-        restore(self._synchronised)
         if self._norm is not None:
             self._norm.remove()
             self._norm = None
@@ -381,11 +378,7 @@ class PipelineStrategy(SavingStrategy):
             self.accelerator.teardown()
             self.checkpoint_io.teardown()
             return
-        if self._pipeline is not None and self._gathers_after_run:
-            self._pipeline.put_back()
-            self._pipeline = None
-        elif self._pipeline is not None:
-            self._pipeline.pause()
+        self._leave_pipeline()
         if self._averages is not None:
             self._averages.put_back()
             self._averages = None

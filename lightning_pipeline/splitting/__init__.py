@@ -10,6 +10,7 @@ from lightning_pipeline.splitting.partition import (
     repeated_blocks,
 )
 from lightning_pipeline.splitting.placeholder import (
+    UNPLACED,
     ElsewhereBuffer,
     ElsewhereParameter,
     is_elsewhere,
@@ -24,6 +25,7 @@ from lightning_pipeline.splitting.state import StateItem, canonical_names, state
 __all__ = [
     "CPU_RATES",
     "CUDA_RATES",
+    "UNPLACED",
     "ChangedSetting",
     "ElsewhereBuffer",
     "ElsewhereError",

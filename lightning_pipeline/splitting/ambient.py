@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 Setting = tuple[str, Any]
@@ -31,6 +33,12 @@ def ambient_settings() -> tuple[Setting, ...]:
 def changed(now: tuple[Setting, ...], start: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """The settings of ``now`` that differ from those of ``start``."""
     return tuple(a for a, b in zip(now, start, strict=True) if a != b)
+
+
+def outside_state() -> tuple[Any, ...]:
+    """State of the random generators that torch does not know of."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), position
 
 
 @contextlib.contextmanager

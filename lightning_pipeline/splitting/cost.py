@@ -47,7 +47,6 @@ WHOLE_CLASSES = (
     "RecursiveScriptModule",
     "TopLevelTracedModule",
     "FullyShardedDataParallel",
-    "ReplicatedBatchNorm",
 )
 """Classes whose inside is compiled or managed by someone else."""
 
@@ -180,7 +179,7 @@ class Profile:
 
 def reason_to_stay_whole(module: nn.Module) -> str | None:
     """Why a submodule must not be opened, whatever it costs; None if it may be."""
-    if type(module).__name__ in WHOLE_CLASSES:
+    if type(module).__name__ in WHOLE_CLASSES or getattr(module, "stays_whole", False):
         return f"it is a {type(module).__name__}"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled"

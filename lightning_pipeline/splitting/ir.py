@@ -101,6 +101,17 @@ class Node:
         return [ref.id for ref in value_refs((self.args, self.kwargs))]
 
 
+class AutogradFunction:
+    """``function.apply`` as one node: looking through it would lose its backward."""
+
+    def __init__(self, function: type[Any]) -> None:
+        self.function = function
+        self.__name__ = f"{function.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
 def value_refs(template: Any) -> list[ValueRef]:
     """The values that a template of arguments mentions, in order."""
     return list(_find(template, ValueRef))

@@ -32,6 +32,19 @@ GUARDED = frozenset(["detach", "clone", "empty_like", "zeros_like", "ones_like",
 CONVERSIONS = frozenset(["to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"])
 
 
+UNPLACED = (-1,)
+"""Holders of a tensor that no rank holds before the first batch."""
+
+UPDATES = frozenset([
+    "add", "sub", "mul", "div", "true_divide", "multiply", "subtract", "lerp", "addcmul", "addcdiv",
+    "neg", "abs", "pow", "sqrt", "clamp", "copy", "zero", "fill", "__rsub__",
+])  # fmt: skip
+"""Functions of an update of weights by each other, by their names without the underscore.
+
+They draw no random numbers and read no values, so that the ranks that hold all of the weights do
+them and the others need not.
+"""
+
 VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])
 """Attributes that are tensors, and would be a way round the guard."""
 
@@ -60,6 +73,10 @@ class _Elsewhere(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     out = func(*args, **kwargs)
                 return _guarded(out, first) if name in GUARDED else out
+        if name.startswith("_foreach_") and name.endswith("_"):
+            return _update_each(func, args, kwargs)
+        if name.removesuffix("_") in UPDATES and "out" not in kwargs:
+            return _update(func, name, args, kwargs)
         raise _error(name, (args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -160,6 +177,72 @@ def _guarded(tensor: Tensor, source: _Elsewhere) -> Any:
     return _placeholder(tensor, ElsewhereBuffer, source.elsewhere_name, source.elsewhere_holders)
 
 
+def _update(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """What the ranks that hold these weights compute: nothing to do, and nothing to have, here.
+
+    Raises:
+        ElsewhereError: If the weights are not on the same stages, or a gradient is asked for.
+    """
+    found = list(_placeholders((args, kwargs)))
+    first, holders = found[0], found[0].elsewhere_holders
+    unlike = [other for other in found if other.elsewhere_holders != holders]
+    takes_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in found)
+    if takes_gradient or not holders or holders == UNPLACED:
+        raise _error(name, (args, kwargs))
+    if unlike:
+        other = f"{unlike[0].elsewhere_name!r}, on {_stages(unlike[0])}"
+        raise _apart(name, first, other)
+    writes = name.endswith("_") and not name.endswith("__")
+    if writes and first is not args[0]:
+        raise _apart(name, first, "one that is on this rank")
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_elsewhere(x):
+            return x
+        if x.ndim:  # the ranks that hold the others may not have it
+            raise _apart(name, first, "one that is on this rank")
+        return torch.empty((), dtype=x.dtype, device="meta")
+
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(*map(plain, args), **{key: plain(x) for key, x in kwargs.items()})
+    return first if writes else _guarded(out, first)
+
+
+def _apart(operation: str, first: _Elsewhere, other: str) -> ElsewhereError:
+    return ElsewhereError(
+        f"{operation!r} brings together {first.elsewhere_name!r}, which is on {_stages(first)} of "
+        f"the pipeline and not on this one, and {other}. An averaged copy of a module goes with "
+        "its original if both have the same structure and lie at most two names deep in the "
+        "LightningModule, such as self.student and copy.deepcopy(self.student). Use anything else "
+        "in the step or in the forward of a module, where it is seen before the weights are "
+        "placed; the callback EMAWeightAveraging of Lightning keeps an average of all weights"
+    )
+
+
+def _update_each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Updates the tensors of a list that are here, each by what stands in its place."""
+    lists = [x for x in args if isinstance(x, (list, tuple))]
+    rows = list(zip(*lists, strict=True))
+    far = [any(map(is_elsewhere, row)) for row in rows]
+    name = func.__name__.removeprefix("_foreach_")
+    single = getattr(Tensor, name, None)
+    for row, is_far in zip(rows, far, strict=True):
+        if is_far:
+            if name.removesuffix("_") not in UPDATES or single is None:
+                raise _error(func.__name__, row)
+            others = (x for x in args if not isinstance(x, (list, tuple)))
+            _update(single, name, (*row, *others), kwargs)
+    here = [
+        [x for x, is_far in zip(value, far, strict=True) if not is_far]
+        if isinstance(value, (list, tuple))
+        else value
+        for value in args
+    ]
+    if here[0]:
+        func(*here, **kwargs)
+    return None
+
+
 def _attribute(first: _Elsewhere, func: Any, args: tuple) -> Any:
     """Read any attribute that is no tensor; set the gradient, and the flag that asks for it."""
     attribute = func.__self__.__name__
@@ -168,7 +251,9 @@ def _attribute(first: _Elsewhere, func: Any, args: tuple) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func.__name__ == "__set__":
             if attribute == "data" and is_elsewhere(args[1]):
-                # Module.to with another dtype
+                # Module.to with another dtype, or an update
+                if args[1].elsewhere_holders != first.elsewhere_holders:
+                    raise _error(attribute, args)
                 if args[1] is not first:
                     swap_tensors(first, _renamed(args[1], first))
                 return None
@@ -202,6 +287,13 @@ def _converted(first: _Elsewhere, func: Any, args: tuple, kwargs: dict[str, Any]
 def _error(operation: str, arguments: Any) -> ElsewhereError:
     found = next(_placeholders(arguments))
     kind = "parameter" if isinstance(found, nn.Parameter) else "tensor"
+    if found.elsewhere_holders == UNPLACED:
+        return ElsewhereError(
+            f"{operation!r} needs the {kind} {found.elsewhere_name!r}, which gets its value with "
+            "the first batch: its module was built without weights, in configure_model or on "
+            "meta. Use it in the step, or in a hook behind the first one, e.g. "
+            "on_train_batch_end; for weights that are there before, build the module in __init__"
+        )
     return ElsewhereError(
         f"{operation!r} needs the {kind} {found.elsewhere_name!r}, which is on "
         f"{_stages(found)} of the pipeline and not on this one. Use it in the step or in the "
@@ -215,6 +307,8 @@ def _error(operation: str, arguments: Any) -> ElsewhereError:
 
 def _stages(tensor: _Elsewhere) -> str:
     holders = tensor.elsewhere_holders
+    if holders == UNPLACED:
+        return "no stage yet"
     if len(holders) == 1:
         return f"stage {holders[0]}"
     return f"stages {', '.join(map(str, holders))}" if holders else "another stage"

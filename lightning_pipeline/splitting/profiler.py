@@ -16,7 +16,7 @@ from lightning_pipeline.splitting.frames import (
 )
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.torch_private import VALUE_DEPENDENT
-from lightning_pipeline.splitting.trial import TrialError, trial_run
+from lightning_pipeline.splitting.trial import SHAPE_CURE, TrialError, trial_run
 
 
 class Profiler:
@@ -106,7 +106,7 @@ class Profiler:
         cure = "Move this code into a submodule of its own, which then stays whole"
         if isinstance(error.__cause__, TrialError):
             reason = f"it needs a submodule of which {error.__cause__}"
-            cure = "Let the shape of what a module returns follow from the shapes of its arguments"
+            cure = SHAPE_CURE
         elif isinstance(error, VALUE_DEPENDENT):
             reason = f"its forward depends on the values of tensors ({error})"
         else:

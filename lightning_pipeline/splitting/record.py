@@ -41,6 +41,7 @@ def record(
     forward: Callable[..., Any] | None = None,
     num_stages: int,
     leaves: frozenset[str] | None = None,
+    uncut: tuple[type[nn.Module], ...] = (),
     device: torch.device | None = None,
     rates: Rates | None = None,
 ) -> Program:
@@ -58,6 +59,7 @@ def record(
         num_stages: Number of stages, at least 1; a submodule is opened only if its cost is worth
             mentioning against that of one stage.
         leaves: ``leaves`` of an earlier recording of this module, to get the same pieces.
+        uncut: Classes of submodules that are not opened.
         device: Device of the stages; constants of the recording are made for it.
         rates: Speed of the device; by default that of its type.
 
@@ -72,6 +74,8 @@ def record(
     kept_whole: dict[str, str] = {}
     if leaves is None:
         profile = profile_call(module, args, kwargs, forward, device)
+        whole = (name for name, child in module.named_modules() if isinstance(child, uncut))
+        profile.whole.update(dict.fromkeys(whole, "the user wants it in one piece"))
         leaves = choose_leaves(module, profile, num_stages, rates)
         kept_whole.update(profile.whole)
     draws = False

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.splitting.ambient import ambient_settings, changed
+from lightning_pipeline.splitting.ambient import ambient_settings, changed, outside_state
 from lightning_pipeline.splitting.cost import CostMode, module_hooks
 from lightning_pipeline.splitting.frames import (
     checkpoint_arguments,
@@ -19,7 +18,9 @@ from lightning_pipeline.splitting.frames import (
     error_location,
     user_location,
 )
-from lightning_pipeline.splitting.ir import Node
+from lightning_pipeline.splitting.ir import AutogradFunction, Node
+from lightning_pipeline.splitting.objects import open_dataclasses
+from lightning_pipeline.splitting.program import PLAIN_TYPES
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import (
     CONSTANT_TYPES,
@@ -35,7 +36,7 @@ from lightning_pipeline.splitting.torch_private import (
     pytree,
     saved_tensor_hooks,
 )
-from lightning_pipeline.splitting.trial import TrialError, trial_run
+from lightning_pipeline.splitting.trial import SHAPE_CURE, TrialError, trial_run
 
 REFUSED_METHODS = {
     "register_hook",
@@ -46,23 +47,6 @@ REFUSED_METHODS = {
 }
 WITHOUT_EFFECT = {"retain_grad", "share_memory_"}
 MOVE_CODE = "Move this code into a submodule of its own, which then stays whole"
-
-
-class AutogradFunction:
-    """``function.apply`` as one node: looking through it would lose its backward."""
-
-    def __init__(self, function: type[Any]) -> None:
-        self.function = function
-        self.__name__ = f"{function.__name__}.apply"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
-
-
-def outside_state() -> tuple[Any, ...]:
-    """State of the random generators that torch does not know of."""
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(keys).tobytes(), position
 
 
 class Recorder(TorchFunctionMode):
@@ -87,6 +71,7 @@ class Recorder(TorchFunctionMode):
     def record(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run ``forward`` as the outermost module's own code."""
         out = self._open("", lambda: forward(*args, **kwargs))
+        open_dataclasses(out)
         self._check_side_effects()
         return out
 
@@ -102,6 +87,8 @@ class Recorder(TorchFunctionMode):
         if self.off:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if func is torch.autograd.grad:
+            raise self.tape.fail("torch.autograd.grad needs a graph that no cut divides", MOVE_CODE)
         if name in REFUSED_METHODS:
             raise self.tape.fail(f"Tensor.{name} cannot be recorded", MOVE_CODE)
         if name == "__set__":
@@ -207,6 +194,7 @@ class Recorder(TorchFunctionMode):
         if self.off:
             return self._inside(name, original, module, args, kwargs)
         self._check_draws(self.tape.stack[-1])
+        open_dataclasses((args, kwargs))
         if name in self.leaves:
             return self._leaf(name, original, module, args, kwargs)
         return self._open(name, lambda: original(module, *args, **kwargs))
@@ -255,7 +243,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         tape, sandbox = self.tape, self.sandbox
         tape.template((args, kwargs))
-        before, spec = Before(self.cost, args, kwargs), pytree.tree_structure((args, kwargs))
+        before, given = Before(self.cost, args, kwargs), pytree.tree_flatten((args, kwargs))
         state = sandbox.state_of(module)
         marks = [mark(item.tensor) for item in state]
         try:
@@ -264,12 +252,8 @@ class Recorder(TorchFunctionMode):
             raise
         except Exception as error:
             out = self._trial(name, original, module, args, kwargs, error)
-        if pytree.tree_structure((args, kwargs)) != spec:
-            raise tape.fail(
-                f"submodule {name!r} changes a list or dict that it was given",
-                "Let it return what it adds",
-            )
-        tape.template((args, kwargs))
+        self._check_given(name, (args, kwargs), given)
+        open_dataclasses(out)
         self._check_output(name, out)
         reads = {id(item): sandbox.entry_names[id(item.owner), item.key] for item in state}
         writes = [
@@ -309,13 +293,29 @@ class Recorder(TorchFunctionMode):
             raise self.tape.fail(
                 f"submodule {name!r} runs neither on stand-ins ({type(cause).__name__}: {cause}) "
                 f"nor on made-up data ({type(error).__name__}: {error})",
-                "Let the shape of what a module returns follow from the shapes of its arguments"
+                SHAPE_CURE
                 if isinstance(error, TrialError)
                 else "See whether the module runs by itself",
                 error_location(cause),
             ) from cause
         finally:
             self.on_trial = False
+
+    def _check_given(self, name: str, arguments: Any, given: tuple[list[Any], Any]) -> None:
+        """What a leaf does to the lists and objects that it is given would happen twice, or not."""
+        leaves, spec = pytree.tree_flatten(arguments)
+        changed = spec != given[1]
+        if not changed:
+            self.tape.template(arguments)
+            changed = any(
+                now is not before and (type(now) not in PLAIN_TYPES or now != before)
+                for now, before in zip(leaves, given[0], strict=True)
+            )
+        if changed:
+            raise self.tape.fail(
+                f"submodule {name!r} changes a list, dict or object that it was given",
+                "Let it return what it adds",
+            )
 
     def _check_output(self, name: str, out: Any) -> None:
         for leaf in pytree.tree_leaves(out):

@@ -19,6 +19,7 @@ from lightning_pipeline.splitting.state import StateItem, state_items
 from lightning_pipeline.splitting.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    causal_masks_unread,
     flush_flat_weights,
     single_level_function,
     storage_of,
@@ -131,6 +132,7 @@ class Sandbox:
             _same_rng(self.device),
             _quiet(),
             torch.compiler.set_stance("force_eager"),
+            causal_masks_unread(),
             _watched(watcher, self.module),
         ):
             try:

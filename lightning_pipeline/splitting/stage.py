@@ -31,7 +31,8 @@ class StageFunction:
         hi: One past the last piece; the number of pieces to get the call's output.
 
     Attributes:
-        needs_inputs: Whether the part reads any of the call's arguments.
+        positions: Which leaves of the call's arguments the part reads.
+        function: The part itself, with the arguments of a call of this object.
         source: Its Python source; tracebacks show it.
     """
 
@@ -42,14 +43,14 @@ class StageFunction:
         placed = set(program.pieces[lo:hi])
         results = [ref.id for ref in value_refs(program.output_metas)] if ends else list(gives)
         nodes, inputs = _needed(program, placed, set(takes), results)
-        self.needs_inputs = bool(inputs)
+        self.positions = frozenset(at for at, value in program.inputs if value in inputs)
         writer = _Writer(program)
         self.source = writer.write(nodes, takes, inputs, results, ends)
         file = f"<stage {lo}:{hi} of {type(program.module).__name__} #{next(_serial)}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(True), file)
         weakref.finalize(self, linecache.cache.pop, file, None)
         exec(compile(self.source, file, "exec"), writer.names)
-        self._function: Callable[[tuple[Tensor, ...], list[Any]], Any] = writer.names["stage"]
+        self.function: Callable[[tuple[Tensor, ...], list[Any]], Any] = writer.names["stage"]
 
     def __call__(self, carried: tuple[Tensor, ...], inputs: list[Any]) -> Any:
         """Run the part.
@@ -61,7 +62,7 @@ class StageFunction:
         Returns:
             The tensors of ``program.live[hi]``, or the call's output at the end of the program.
         """
-        return self._function(carried, inputs)
+        return self.function(carried, inputs)
 
 
 def _needed(

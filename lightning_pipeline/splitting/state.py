@@ -33,6 +33,16 @@ def state_items(module: nn.Module) -> Iterator[StateItem]:
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Map each dotted name to the first name of the same tensor."""
+    """Map each dotted name to the first name of the same tensor.
+
+    Unlike in ``state_items`` a module that is registered at several places has all its names.
+    """
     first: dict[int, str] = {}
-    return {item.name: first.setdefault(id(item.tensor), item.name) for item in state_items(module)}
+    return {
+        name: first.setdefault(id(tensor), name)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for entries in (owner._parameters, owner._buffers)
+        for key, tensor in entries.items()
+        if tensor is not None
+        for name in [f"{prefix}.{key}" if prefix else key]
+    }

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch._utils import _rebuild_meta_tensor_no_storage
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -41,6 +42,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionBase",
     "TorchDispatchMode",
+    "causal_masks_unread",
     "default_store",
     "disable_current_modes",
     "flop_registry",
@@ -49,6 +51,7 @@ __all__ = [
     "pytree",
     "rebuild_meta_tensor",
     "saved_tensor_hooks",
+    "saves_otherwise",
     "sdpa_flop_count",
     "single_level_function",
     "storage_of",
@@ -78,6 +81,17 @@ def saved_tensor_hooks() -> object | None:
     return _top_saved_tensors_default_hooks(True)
 
 
+def saves_otherwise(node: torch.autograd.graph.Node) -> bool:
+    """Whether an autograd node went through saved-tensor hooks, activation checkpointing's say."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+                if not isinstance(getattr(one, "data", None), (torch.Tensor, type(None))):
+                    return True
+    return False
+
+
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Run a block without the innermost pair of saved-tensor hooks, if there is one."""
@@ -95,6 +109,17 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that tensors share if, and only if, they share memory."""
     return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def causal_masks_unread() -> Iterator[None]:
+    """Keep nn.Transformer from comparing its masks with a causal one, to use another kernel."""
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
 
 
 def flush_flat_weights(module: nn.Module) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.splitting.cost import CostMode
+from lightning_pipeline.splitting.objects import open_dataclasses
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.state import StateItem
 from lightning_pipeline.splitting.torch_private import (
@@ -21,6 +23,14 @@ from lightning_pipeline.splitting.torch_private import (
 
 SMALL = 0.02
 """Scale of made-up weights, the usual one of an initialisation."""
+
+INTEGERS = (0, 1, 2)
+"""Zero is an index of everything, but no length; one is both for nearly everything."""
+
+SHAPE_CURE = (
+    "Let the shape of what a module returns follow from the shapes of its arguments, as that of "
+    "pad_packed_sequence(..., total_length=x.shape[1]) does"
+)
 
 
 class TrialError(RuntimeError):
@@ -38,7 +48,8 @@ def trial_run(
     """Run ``module`` on copies of its weights and made-up arguments; return stand-ins.
 
     It runs twice. What depends on the values, a shape or a Python number, must be the same both
-    times, since it becomes part of the recording. Weights that are elsewhere are made up.
+    times, since it becomes part of the recording. Weights that are elsewhere are made up. Whole
+    numbers may be indices, lengths or counts: those that the module takes are found by trying.
 
     Args:
         sandbox: The open sandbox around the recorded module.
@@ -55,20 +66,22 @@ def trial_run(
     state = sandbox.state_of(module)
     attributes = [(child, dict(child.__dict__)) for child in module.modules()]
     devices = [sandbox.device] if sandbox.device.type == "cuda" else []
-    outs = []
+
+    def run_once(seed: int, integer: int, watch: AbstractContextManager[Any]) -> Any:
+        torch.manual_seed(seed)
+        try:
+            _fill(sandbox, state)
+            make = _made_up(sandbox, integer)
+            real_args, real_kwargs = pytree.tree_map(make, (args, kwargs))
+            with watch:
+                return run(module, *real_args, **real_kwargs)
+        finally:
+            _empty(state)
+
     with disable_current_modes(), torch.random.fork_rng(devices=devices), torch.no_grad():
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            try:
-                _fill(sandbox, state)
-                real_args, real_kwargs = pytree.tree_map(_made_up(sandbox), (args, kwargs))
-                if seed == 0:
-                    with cost:
-                        outs.append(run(module, *real_args, **real_kwargs))
-                else:
-                    outs.append(run(module, *real_args, **real_kwargs))
-            finally:
-                _empty(state)
+        outs = _two_runs(run_once, cost)
+    for out in outs:
+        open_dataclasses(out)
     _poison(sandbox, attributes)
     first, second = (_summary(out) for out in outs)
     if first != second:
@@ -86,7 +99,29 @@ def trial_run(
     return pytree.tree_map(stand_in, outs[0])
 
 
-def _made_up(sandbox: Sandbox) -> Callable[[Any], Any]:
+def _two_runs(run_once: Callable[..., Any], cost: CostMode) -> list[Any]:
+    """Outputs of two runs, with different whole numbers if the module takes more than one."""
+    outs: list[Any] = []
+    taken, refused = 0, None
+    before = cost.flops, cost.bytes
+    for integer in INTEGERS:
+        try:
+            outs.append(run_once(integer, integer, nullcontext() if outs else cost))
+        except Exception as error:
+            refused = refused or error
+            if not outs:
+                cost.flops, cost.bytes = before
+        else:
+            if len(outs) == 2:
+                return outs
+            taken = integer
+    if not outs:
+        assert refused is not None
+        raise refused
+    return [*outs, run_once(len(INTEGERS), taken, nullcontext())]
+
+
+def _made_up(sandbox: Sandbox, integer: int = 0) -> Callable[[Any], Any]:
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
@@ -95,9 +130,8 @@ def _made_up(sandbox: Sandbox) -> Callable[[Any], Any]:
             wide = torch.complex64 if dtype.is_complex else torch.float32
             return torch.randn(shape, dtype=wide, device=device).to(dtype)
         if dtype is torch.bool:
-            return torch.ones(shape, dtype=dtype, device=device)
-        # zero is a valid index of everything
-        return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.rand(shape, device=device) > (0.5 if integer == 1 else -1)
+        return torch.full(shape, integer, dtype=dtype, device=device)
 
     return make
 

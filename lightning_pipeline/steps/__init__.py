@@ -3,17 +3,13 @@
 from lightning_pipeline.steps.analyst import Analyst
 from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
 from lightning_pipeline.steps.carrying import Carries
+from lightning_pipeline.steps.execution import Manner, compiled
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.patches import patched
 from lightning_pipeline.steps.pending import TensorMeta
-from lightning_pipeline.steps.plan import (
-    PartitionSpec,
-    Placement,
-    StepPlan,
-    describe_calls,
-    place,
-    plan_step,
-)
+from lightning_pipeline.steps.placement import PartitionSpec, Placement, place
+from lightning_pipeline.steps.plan import StepPlan, describe_calls, plan_step
+from lightning_pipeline.steps.recomputing import recomputed_blocks
 from lightning_pipeline.steps.runner import Microbatch, Runner
 from lightning_pipeline.steps.streams import mix, random_state, set_random_state, stream
 from lightning_pipeline.steps.survey import Request, Survey, survey
@@ -23,6 +19,7 @@ __all__ = [
     "Analyst",
     "Carries",
     "HandMade",
+    "Manner",
     "Microbatch",
     "PartitionSpec",
     "Placement",
@@ -32,12 +29,14 @@ __all__ = [
     "Survey",
     "TensorMeta",
     "append",
+    "compiled",
     "describe_calls",
     "mix",
     "patched",
     "place",
     "plan_step",
     "random_state",
+    "recomputed_blocks",
     "set_attributes",
     "set_random_state",
     "stream",

@@ -117,6 +117,7 @@ class Analyst:
         device: Device that the recorded code runs on.
         leaves: Where earlier recordings of each called module stopped, shared with them, so that
             all recordings of a module have the same pieces.
+        uncut: Classes of modules that stay in one piece.
     """
 
     def __init__(
@@ -125,11 +126,12 @@ class Analyst:
         num_stages: int,
         device: torch.device,
         leaves: dict[str, frozenset[str]] | None = None,
+        uncut: tuple[type[nn.Module], ...] = (),
     ) -> None:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
         self._memo: Cache[Analysis] = Cache(_CACHED_RECORDINGS)
-        self.leaves = {} if leaves is None else leaves
+        self.leaves, self.uncut = {} if leaves is None else leaves, uncut
 
     def ambient(self) -> tuple[Any, ...]:
         """Autograd and autocast state of this moment."""
@@ -176,6 +178,7 @@ class Analyst:
                     forward=forward,
                     num_stages=self._num_stages,
                     leaves=self.leaves.get(name),
+                    uncut=self.uncut,
                     device=self._device,
                 )
             ran = {
@@ -200,6 +203,7 @@ class Analyst:
         leaves = pytree.tree_leaves((args, kwargs))
         opaque = any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
         has_children = next(module.children(), None) is not None
+        opaque |= isinstance(module, self.uncut)
         if checkpointing or opaque or not has_children or not program.num_pieces:
             return self._whole(module, program, float(sum(program.cost)), None)
         names = self._names(module)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import enum
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import (
+    Iterable,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,6 +22,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_pipeline.batch import leaves
 from lightning_pipeline.errors import StepError
@@ -354,16 +362,25 @@ def _changed(step: str, path: Path) -> StepError:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Puts back buffers, attributes and what containers among them hold, on every module."""
-    attributes = [(child, dict(child.__dict__)) for child in module.modules()]
+def untouched(module: nn.Module, but: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Puts back buffers, attributes and what containers among them hold, on every module.
+
+    Args:
+        module: The outermost module.
+        but: Modules whose attributes stay as they are then.
+    """
+    left = set(map(id, but))
+    attributes = [(c, dict(c.__dict__)) for c in module.modules() if id(c) not in left]
     contents: list[tuple[Any, Any]] = []
     seen: set[int] = set()
     for child, saved in attributes:
-        contents += [(saved[key], dict(saved[key])) for key in ("_parameters", "_buffers")]
+        # Hooks that a forward installs once, with a mark that it has: both are put back or neither.
+        own = [key for key in saved if key in ("_parameters", "_buffers") or "_hooks" in key]
+        contents += [(saved[key], dict(saved[key])) for key in own if isinstance(saved[key], dict)]
         for _, value in _own_attributes(child):
             _collect(value, contents, seen)
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_elsewhere(b)]
+    there = (b for b in module.buffers() if not (is_elsewhere(b) or is_lazy(b)))
+    buffers = [(buffer, buffer.detach().clone()) for buffer in there]
     try:
         yield
     finally:

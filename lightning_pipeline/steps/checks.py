@@ -7,10 +7,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipeline.boundary import leaves_of
 from lightning_pipeline.errors import SplitError, StepError
 from lightning_pipeline.splitting import state_items
+from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
+from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.handmade import METHOD
 from lightning_pipeline.steps.pending import TensorMeta
@@ -57,24 +60,91 @@ def with_ways_out(error: SplitError, module: LightningModule, call: str) -> Spli
     return told
 
 
-def refuse_writes(
+def refuse_checkpoint(name: str, module: nn.Module) -> None:
+    """Refuses a checkpoint around more than one module.
+
+    A recomputation in the backward must find all that it calls on one stage.
+
+    Args:
+        name: Dotted name of the module that is called.
+        module: The module.
+
+    Raises:
+        StepError: If more than the call is in a checkpoint.
+    """
+    frame = checkpoint_frame()
+    if frame is None:
+        return
+    alone = checkpointed_module(frame.f_locals.get("function")) is module
+    if not alone or frame.f_locals.get("use_reentrant") is not False:
+        raise StepError(
+            f"The step runs self.{name} under torch.utils.checkpoint "
+            + ("with use_reentrant=True" if alone else "inside another function or module")
+            + ", which cannot be cut into stages. Checkpoint the modules themselves, "
+            f"checkpoint(self.{name}, x, use_reentrant=False), or move the checkpoint into the "
+            "forward of a module that the step calls."
+        )
+
+
+def refuse_packed(label: str, out: Any) -> None:
+    """Refuses a call that answers with packed sequences.
+
+    Args:
+        label: The call's name.
+        out: Its output.
+
+    Raises:
+        StepError: If there is one.
+    """
+    parts = pytree.tree_leaves(out, is_leaf=lambda part: isinstance(part, PackedSequence))
+    if any(isinstance(part, PackedSequence) for part in parts):
+        raise StepError(
+            f"{label} returns a PackedSequence, whose number of rows depends on the lengths in the "
+            "microbatch, but what stages send each other must have one shape. Put "
+            "pack_padded_sequence, the module and pad_packed_sequence(..., "
+            "total_length=x.shape[1]) into the forward of one module, which the step calls."
+        )
+
+
+def refuse_own_gradient(calls: frozenset[int]) -> None:
+    """Refuses a step that differentiates through calls itself.
+
+    Args:
+        calls: Calls that what it differentiates comes from.
+
+    Raises:
+        StepError: If there are any.
+    """
+    if calls:
+        raise StepError(
+            "The step asks torch.autograd.grad for a gradient through a module that it has called, "
+            "but a stage has only its own part of that graph. Move this into the forward of a "
+            "module that the step calls and that returns the gradient: it then stays in one piece."
+        )
+
+
+def own_writes(
     module: LightningModule,
     step: str,
     calls: list[Call],
     written_in_place: set[str],
+    first_uses: dict[str, int],
     before: dict[str, Tensor],
-) -> None:
-    """Refuses a step whose own code writes to parameters or buffers, in place or anew.
+) -> frozenset[str]:
+    """The buffers that a step's own code writes to on the last stage alone.
+
+    Behind its last call only the last stage runs a step, one microbatch after the other.
 
     Args:
         module: The user's LightningModule, as the step has left it.
         step: Name of the step.
         calls: Its calls; what they do to their own modules is fine.
         written_in_place: Names that the step's own code wrote to.
+        first_uses: Number of calls that it makes before it first uses a parameter or buffer.
         before: Parameters and buffers by name, before the step.
 
     Raises:
-        StepError: Naming one of them.
+        StepError: If it writes to anything else, in place or anew.
     """
     called = tuple(f"{call.name}." for call in calls if call.name)
     rebound = {
@@ -82,13 +152,22 @@ def refuse_writes(
         for *_, name, tensor in state_items(module)
         if before.get(name) is not tensor and not name.startswith(called)
     }
-    if written := sorted(written_in_place | rebound):
+    read = frozenset().union(*(piece for call in calls for piece in call.reads))
+    fine = {
+        name
+        for name in written_in_place - rebound - read
+        if not isinstance(before[name], nn.Parameter) and first_uses.get(name, 0) == len(calls)
+    }
+    if written := sorted((written_in_place | rebound) - fine):
         raise StepError(
             f"{step} itself writes to {written[0]!r} ({len(written)} tensor(s) in all). A step "
             "runs once a microbatch on every stage that it reaches, so it would do so several "
-            "times, and not equally on all ranks. Do it in a hook behind the step, e.g. "
-            "on_train_batch_end, or in the forward of a module that the step calls."
+            "times, and not equally on all ranks. Do it in a hook beside the step, e.g. "
+            "on_train_batch_end, or in the forward of a module that the step calls. A buffer that "
+            "no module uses, such as a queue, may be written in place behind the last call of a "
+            "module in the step, if the step does not use it before."
         )
+    return frozenset(fine)
 
 
 def drop_unused_gradients(

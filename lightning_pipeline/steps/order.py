@@ -8,7 +8,7 @@ one unit that is never cut.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +17,7 @@ from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.pending import TensorMeta
 
 Piece = tuple[int, int]  # (index of the call, index of the piece in it)
+Precedence = tuple[frozenset[str], frozenset[str]]  # names whose users come before those of others
 
 
 class _Groups:
@@ -42,6 +43,11 @@ class Order:
         calls: The step's calls.
         woven: Keep pieces of independent calls that share a parameter together. Without it such a
             parameter may have a replica on several stages.
+        twins: Names of weights that are averaged copies, with their originals; pieces of
+            independent calls that use the two are kept together, too.
+        before: What shall come before what, although the calls do not ask for it.
+        stages_of: Stages that hold given names, where the weights have been placed: of what may
+            come next then comes first what is on an early one.
 
     Attributes:
         units: Pieces of each unit.
@@ -51,12 +57,25 @@ class Order:
         bytes_at: Bytes that cross each cut, shape [units + 1].
     """
 
-    def __init__(self, calls: list[Call], woven: bool) -> None:
-        self.calls = calls
+    def __init__(
+        self,
+        calls: list[Call],
+        woven: bool,
+        *,
+        twins: Mapping[str, str] | None = None,
+        before: Iterable[Precedence] = (),
+        stages_of: Callable[[frozenset[str]], frozenset[int] | None] | None = None,
+    ) -> None:
+        self.calls, self._before, self._stages_of = calls, before, stages_of
         self._pieces = [(i, p) for i, call in enumerate(calls) for p in range(call.num_pieces)]
         self._number = {piece: n for n, piece in enumerate(self._pieces)}
         self._groups = _Groups(len(self._pieces))
+        self._users: dict[str, list[Piece]] = defaultdict(list)
+        for i, p in self._pieces:
+            for name in calls[i].reads[p]:
+                self._users[name].append((i, p))
         self._join_pieces(woven)
+        self._join_twins(twins or {})
         self.units = self._sorted_units()
         self.cost = np.array([sum(calls[i].cost[p] for i, p in unit) for unit in self.units])
         self.reads = [
@@ -87,11 +106,7 @@ class Order:
 
     def _join_pieces(self, woven: bool) -> None:
         writes = frozenset().union(*(call.writes for call in self.calls))
-        users: dict[str, list[Piece]] = defaultdict(list)
-        for i, p in self._pieces:
-            for name in self.calls[i].reads[p]:
-                users[name].append((i, p))
-        for name, pieces in users.items():
+        for name, pieces in self._users.items():
             for first, second in pairwise(pieces):
                 if name in writes or (woven and self._independent(first[0], second[0])):
                     self._groups.join(self._number[first], self._number[second])
@@ -101,6 +116,13 @@ class Order:
             for p in range(1, call.num_pieces):
                 if not call.program.legal[p]:
                     self._groups.join(self._number[i, p - 1], self._number[i, p])
+
+    def _join_twins(self, twins: Mapping[str, str]) -> None:
+        for pair in twins.items():
+            if all(name in self._users for name in pair):
+                (copied, *_), (original, *_) = (self._users[name] for name in pair)
+                if self._independent(copied[0], original[0]):
+                    self._groups.join(self._number[copied], self._number[original])
 
     def _independent(self, first: int, second: int) -> bool:
         """Whether neither call uses the other's output; a call depends on itself."""
@@ -125,6 +147,10 @@ class Order:
                 edge((i, p - 1), (i, p))
             for source in call.depends_on:
                 edge((source, self.calls[source].num_pieces - 1), (i, 0))
+        for earlier, later in self._before:
+            for first in {piece for name in earlier for piece in self._users.get(name, ())}:
+                for second in {piece for name in later for piece in self._users.get(name, ())}:
+                    edge(first, second)
         return edges
 
     def _sorted_units(self) -> list[list[Piece]]:
@@ -145,7 +171,7 @@ class Order:
         ready = [unit for unit in members if not waiting[unit]]
         ordered = []
         while ready:
-            unit = min(ready, key=lambda u: self._number[members[u][0]])
+            unit = min(ready, key=lambda u: (self._stage(members[u]), self._number[members[u][0]]))
             ready.remove(unit)
             ordered.append(members[unit])
             for following in after[unit]:
@@ -153,6 +179,13 @@ class Order:
                 if not waiting[following]:
                     ready.append(following)
         return ordered
+
+    def _stage(self, unit: list[Piece]) -> int:
+        """The first stage that holds the weights of a unit, -1 if it does not matter."""
+        if self._stages_of is None:
+            return -1
+        reads = frozenset().union(*(self.calls[i].reads[p] for i, p in unit))
+        return min(self._stages_of(reads) or (), default=-1)
 
     def _bytes(self, row: list[int]) -> float:
         total = 0

@@ -13,26 +13,39 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline.splitting import state_items
+from lightning_pipeline.steps.attributes import ABSENT
 from lightning_pipeline.steps.pending import Pending, TensorMeta
-
-_MISSING = object()
 
 
 @contextmanager
 def patched(changes: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
-    """Sets instance attributes for the block, past any ``__setattr__``, and puts them back."""
+    """Sets instance attributes for the block, past any ``__setattr__``, and puts them back.
+
+    Args:
+        changes: Owner, name and value of each; ``ABSENT`` takes it away.
+    """
     undo = []
     for owner, key, value in changes:
-        undo.append((owner.__dict__, key, owner.__dict__.get(key, _MISSING)))
-        owner.__dict__[key] = value
+        undo.append((owner, key, owner.__dict__.get(key, ABSENT)))
+        put(owner, key, value)
     try:
         yield
     finally:
-        for attributes, key, old in reversed(undo):
-            if old is _MISSING:
-                attributes.pop(key, None)
-            else:
-                attributes[key] = old
+        for owner, key, old in reversed(undo):
+            put(owner, key, old)
+
+
+def put(owner: object, key: str, value: Any) -> None:
+    """Sets one instance attribute, or takes it away."""
+    if value is ABSENT:
+        owner.__dict__.pop(key, None)
+    else:
+        owner.__dict__[key] = value
+
+
+def present(changes: Iterable[tuple[object, str, Any]]) -> list[tuple[object, str, Any]]:
+    """What is now where ``changes`` would put something else."""
+    return [(owner, key, owner.__dict__.get(key, ABSENT)) for owner, key, _ in changes]
 
 
 def targets(

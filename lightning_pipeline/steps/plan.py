@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_pipeline.errors import SplitError, StepError
-from lightning_pipeline.splitting import (
-    StageFunction,
-    canonical_names,
-    cuts_at,
-    partition,
-    partition_uniform,
-    repeated_blocks,
-    state_items,
-)
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.splitting import StageFunction
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
-from lightning_pipeline.steps.checks import with_ways_out
-from lightning_pipeline.steps.handmade import HandMade, check
+from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
+from lightning_pipeline.steps.placement import Placement, check_own_writes, cut_for, stage_costs
 from lightning_pipeline.steps.survey import Survey
-
-PartitionSpec = Literal["auto", "uniform"] | Sequence[str]
-
-# Joined calls keep a weight on one stage; replicas of it are worth their memory only if they
-# shorten the largest stage by this factor.
-_REPLICATE_BELOW = 0.7
 
 
 @dataclass(frozen=True)
@@ -43,24 +27,6 @@ class Carried:
     call: int
     key: int
     meta: TensorMeta
-
-
-@dataclass
-class Placement:
-    """Where every parameter and buffer lives; fixed for the whole run.
-
-    Attributes:
-        num_stages: Number of stages.
-        holders: Stages that hold each parameter and buffer, by canonical name.
-    """
-
-    num_stages: int
-    holders: dict[str, frozenset[int]]
-
-    def stages_of(self, names: frozenset[str]) -> frozenset[int] | None:
-        """Stages that hold all of ``names``; ``None`` if that is no restriction."""
-        held = [self.holders[name] for name in names if name in self.holders]
-        return frozenset.intersection(*held) if held else None
 
 
 @dataclass(eq=False)  # a plan is itself the key of what is cached for it
@@ -148,143 +114,6 @@ class StepPlan:
         return crossing
 
 
-def place(
-    module: LightningModule,
-    surveys: Sequence[Survey],
-    num_stages: int,
-    *,
-    spec: PartitionSpec,
-    seconds_per_byte: float,
-) -> Placement:
-    """Decides where every parameter and buffer of ``module`` lives.
-
-    Args:
-        module: The LightningModule, all weights present.
-        surveys: What the steps of the run call. The first one decides; the others must be able to
-            follow, and place what they alone use.
-        num_stages: Number of stages.
-        spec: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list names the modules that
-            begin a new stage.
-        seconds_per_byte: Price of sending one byte over a boundary.
-
-    Raises:
-        ValueError: If the names of ``spec`` do not fit the model.
-        SplitError: If a called module cannot be cut and stages stay empty for that, or the steps
-            run modules in contrary orders.
-    """
-    first, *others = surveys
-    if first.by_hand is not None:
-        check(first.by_hand, spec, [call.name for call in first.calls])
-        spec = first.by_hand.names[1:]
-    order, cuts = _first_cut(module, first.calls, num_stages, spec, seconds_per_byte)
-    if any(a == b for a, b in pairwise([0, *cuts, len(order.units)])):
-        # An empty stage is fine for a tiny model, not for one that could be cut if it were mended.
-        for call in first.calls:
-            if call.reason is not None:
-                raise with_ways_out(call.reason, module, call.name)
-    holders: dict[str, frozenset[int]] = {}
-    _hold(holders, first, order, cuts, num_stages)
-    for other in others:
-        order = Order(other.calls, woven=True)
-        cuts = _cut_for(order, Placement(num_stages, holders), seconds_per_byte)
-        _hold(holders, other, order, cuts, num_stages)
-    called = frozenset().union(*(r for s in surveys for call in s.calls for r in call.reads))
-    canonical, everywhere = canonical_names(module), frozenset(range(num_stages))
-    buffers = {name for *_, name, t in state_items(module) if not isinstance(t, nn.Parameter)}
-    complete: dict[str, frozenset[int]] = {}
-    previous = frozenset({0})
-    for name in dict.fromkeys(canonical.values()):
-        if name in buffers - called:  # it is there for hooks, which run on every rank
-            complete[name] = everywhere
-            continue
-        # What no call used goes with its predecessor, so that unused weights are saved and moved.
-        previous = holders[name] if name in holders else frozenset({min(previous)})
-        complete[name] = previous
-    return Placement(num_stages, complete)
-
-
-def _hold(
-    holders: dict[str, frozenset[int]],
-    survey: Survey,
-    order: Order,
-    cuts: list[int],
-    num_stages: int,
-) -> None:
-    """Adds the stages that one step needs its weights on to ``holders``."""
-    bounds = [0, *cuts, len(order.units)]
-    needed: dict[str, set[int]] = {}
-    for stage, (begin, end) in enumerate(pairwise(bounds)):
-        for name in frozenset().union(*order.reads[begin:end]):
-            needed.setdefault(name, set()).add(stage)
-    for name, stages in needed.items():
-        holders.setdefault(name, frozenset(stages))
-    last_call = [
-        max((i for unit in order.units[a:b] for i, _ in unit), default=-1)
-        for a, b in pairwise(bounds)
-    ]
-    for name, before in survey.used.items():
-        reached = {s for s in range(num_stages) if last_call[s] >= before}
-        holders[name] = holders.get(name, frozenset()) | {num_stages - 1} | reached
-
-
-def _cut_for(order: Order, placement: Placement, seconds_per_byte: float) -> list[int]:
-    """Cuts an order such that every unit is on a stage that holds its weights."""
-    allowed = [placement.stages_of(reads) for reads in order.reads]
-    for name, stages in zip(order.names(), allowed, strict=True):
-        if stages is not None and not stages:
-            raise SplitError(
-                name,
-                "it needs weights that another step placed on different stages",
-                "Let all steps call the same modules, or name the stages with partition=[...].",
-            )
-    return partition(
-        order.cost,
-        order.legal,
-        order.bytes_at,
-        placement.num_stages,
-        seconds_per_byte=seconds_per_byte,
-        allowed=allowed,
-    )
-
-
-def _first_cut(
-    module: LightningModule,
-    calls: list[Call],
-    num_stages: int,
-    spec: PartitionSpec,
-    seconds_per_byte: float,
-) -> tuple[Order, list[int]]:
-    if spec != "auto":
-        order = Order(calls, woven=True)
-        names = order.names()
-        if spec == "uniform":
-            blocks = repeated_blocks(module)
-            return order, partition_uniform(names, order.legal, num_stages, blocks)
-        return order, cuts_at(names, list(spec), order.legal, num_stages)
-    best: tuple[float, Order, list[int]] | None = None
-    for woven in (True, False):
-        order = Order(calls, woven)
-        cuts = partition(
-            order.cost,
-            order.legal,
-            order.bytes_at,
-            num_stages,
-            seconds_per_byte=seconds_per_byte,
-        )
-        largest = max(_stage_costs(order, cuts))
-        if best is None or largest < _REPLICATE_BELOW * best[0]:
-            best = (largest, order, cuts)
-        if len(calls) == 1:
-            break
-    assert best is not None
-    return best[1], best[2]
-
-
-def _stage_costs(order: Order, cuts: list[int]) -> list[float]:
-    bounds = [0, *cuts, len(order.units)]
-    return [float(order.cost[a:b].sum()) for a, b in pairwise(bounds)]
-
-
 def plan_step(
     step: str, survey: Survey, placement: Placement, *, seconds_per_byte: float
 ) -> StepPlan:
@@ -301,8 +130,8 @@ def plan_step(
         StepError: If it uses a weight on a stage that does not hold it, or returns objects from
             a call that cannot be sent.
     """
-    order = Order(survey.calls, woven=True)
-    names, cuts = order.names(), _cut_for(order, placement, seconds_per_byte)
+    order = Order(survey.calls, woven=True, stages_of=placement.stages_of)
+    names, cuts = order.names(), cut_for(order, placement, seconds_per_byte)
     bounds = [0, *cuts, len(order.units)]
     by_call = [[order.progress[b][i] for b in bounds] for i in range(len(survey.calls))]
     plan = StepPlan(
@@ -316,7 +145,7 @@ def plan_step(
         survey.reads,
         survey.targets,
         survey.by_hand,
-        _stage_costs(order, cuts),
+        stage_costs(order, cuts),
         [names[a:b] for a, b in pairwise(bounds)],
         survey.error,
     )
@@ -325,6 +154,7 @@ def plan_step(
 
 
 def _check(plan: StepPlan, survey: Survey, placement: Placement) -> None:
+    check_own_writes(survey.writes, placement)
     last = placement.num_stages - 1
     for call, cut in zip(plan.calls, plan.cuts, strict=True):
         ends_early = cut[last] == call.num_pieces

@@ -30,7 +30,8 @@ from lightning_pipeline.steps.attributes import (
     take_off,
 )
 from lightning_pipeline.steps.call import Call
-from lightning_pipeline.steps.patches import past_compilation, patched, silenced
+from lightning_pipeline.steps.execution import Execution, Manner
+from lightning_pipeline.steps.patches import past_compilation, patched, present, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, stream
@@ -88,6 +89,7 @@ class _Progress:
     marks: list[Tensor]
     num_calls: int = 0
     busy: bool = False
+    unpatched: list[tuple[object, str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Runner:
         stage: Index of the stage.
         context: The precision plugin's context of this step.
         device: The rank's device.
+        manner: How it runs them.
 
     Attributes:
         mismatches: One flag tensor per compared fingerprint, with the call's name.
@@ -110,10 +113,14 @@ class Runner:
     stage: int
     context: Callable[[], AbstractContextManager[Any]]
     device: torch.device
+    manner: Manner = field(default_factory=Manner)
     mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
     appended: dict[Path, list[Any]] = field(default_factory=dict)
     assigned: dict[str, Any] = field(default_factory=dict)
     _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._execute = Execution(self.module, self.device, self.manner)
 
     def __call__(
         self, microbatch: Microbatch, carried: tuple[Tensor, ...]
@@ -142,6 +149,10 @@ class Runner:
         returned = self._run_step(microbatch, progress, is_last)
         return (None, returned) if is_last else (self._give(plan, progress), None)
 
+    def forget(self) -> None:
+        """Lets go of what the last run of the step has left, and of its activations."""
+        self.appended, self.assigned = {}, {}
+
     def _receive(self, plan: StepPlan, carried: tuple[Tensor, ...]) -> _Progress:
         progress = _Progress({}, {}, list(carried[-1]) if self.stage else [])
         for known, tensor in zip(plan.carried[self.stage], carried, strict=False):
@@ -169,7 +180,7 @@ class Runner:
             return None
         call = plan.calls[here[0]]
         ends = plan.cuts[here[0]][self.stage + 1] == call.num_pieces
-        if ends or call.ambient or plan.part(here[0], self.stage).needs_inputs:
+        if ends or call.ambient or plan.part(here[0], self.stage).positions:
             return None
         return here[0]
 
@@ -182,6 +193,8 @@ class Runner:
         ]
         for _, child in plan.targets:
             changes += past_compilation(child, lambda: progress.busy)
+        if self.manner.compile is not None:
+            progress.unpatched = present(changes)
         if plan.by_hand is not None:
             changes += plan.by_hand.changes()
         if not is_last or microbatch.log is None:
@@ -309,7 +322,8 @@ class Runner:
         try:
             if plan.is_whole(index, self.stage):
                 with stream(mix(microbatch.seed, index), self.device):
-                    self._finish(call, index, forward(*args, **kwargs), progress)
+                    out = self._run(plan, index, forward, args, kwargs, progress)
+                    self._finish(call, index, out, progress)
                 return
             if signature_of(args, kwargs) != call.signature:
                 raise StepError(
@@ -320,6 +334,19 @@ class Runner:
             self._run_part(call, index, microbatch, progress, pytree.tree_leaves((args, kwargs)))
         finally:
             progress.busy = False
+
+    def _run(
+        self,
+        plan: StepPlan,
+        index: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        progress: _Progress,
+    ) -> Any:
+        # A compiled function would be compiled again where modules are patched in another way.
+        with patched(progress.unpatched):
+            return self._execute(plan, index, function, args, kwargs)
 
     def _run_part(
         self, call: Call, index: int, microbatch: Microbatch, progress: _Progress, inputs: Any
@@ -341,8 +368,10 @@ class Runner:
         carried = tuple(received[value] for value in program.live[low]) if low else ()
         # The rest of a cut call draws numbers of its own: the first part's would repeat its masks.
         seed = mix(microbatch.seed, index, self.stage if low else 0, 1)
+        part = plan.part(index, self.stage)
+        used = [value if at in part.positions else None for at, value in enumerate(inputs)]
         with stream(seed, self.device):
-            out = plan.part(index, self.stage)(carried, inputs)
+            out = self._run(plan, index, part.function, (carried, used), {}, progress)
         if high == call.num_pieces:
             self._finish(call, index, out, progress)
         else:

@@ -23,16 +23,36 @@ def mix(*numbers: int) -> int:
     return seed
 
 
-def random_state() -> Any:
-    """State of the generators of torch on the host, NumPy and Python."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+def _generators(device: torch.device | None) -> list[torch.Generator]:
+    if device is None or device.type != "cuda":
+        return []
+    return [torch.cuda.default_generators[device.index or 0]]
 
 
-def set_random_state(state: Any) -> None:
+def random_state(device: torch.device | None = None) -> Any:
+    """State of the generators of torch on the host, NumPy and Python, and of ``device``."""
+    states = [generator.get_state() for generator in _generators(device)]
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), *states
+
+
+def set_random_state(state: Any, device: torch.device | None = None) -> None:
     """Goes on from a state that ``random_state`` gave."""
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
+    for generator, of_device in zip(_generators(device), state[3:], strict=True):
+        generator.set_state(of_device)
+
+
+@contextmanager
+def resumed(state: Any, device: torch.device) -> Iterator[None]:
+    """Runs the block on the generators as they were in ``state`` and puts the present ones back."""
+    now = random_state(device)
+    set_random_state(state, device)
+    try:
+        yield
+    finally:
+        set_random_state(now, device)
 
 
 @contextmanager
@@ -43,19 +63,13 @@ def stream(seed: int, device: torch.device) -> Iterator[None]:
         seed: Seed of the block's generators, any non-negative integer.
         device: The rank's device; its generator is forked beside the CPU's.
     """
-    outer = random_state()
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    states = [generator.get_state() for generator in generators[1:]]
+    outer = random_state(device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     # torch.manual_seed formats a stack trace for devices that are not initialised: 1 ms a call.
-    for generator in generators:
+    for generator in (torch.default_generator, *_generators(device)):
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        set_random_state(outer)
-        for generator, state in zip(generators[1:], states, strict=True):
-            generator.set_state(state)
+        set_random_state(outer, device)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied, leaves
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
-from lightning_pipeline.merging import Place, detached, list_place, whole_numbers
+from lightning_pipeline.merging import Place, detached, numbers_in
 from lightning_pipeline.splitting import canonical_names, state_items
-from lightning_pipeline.splitting.frames import checkpoint_frame, checkpointed_module
+from lightning_pipeline.splitting.objects import open_dataclasses
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, signature_of
 from lightning_pipeline.steps.attributes import (
@@ -36,9 +36,12 @@ from lightning_pipeline.steps.carrying import Observed
 from lightning_pipeline.steps.checks import (
     drop_unused_gradients,
     no_calls,
-    refuse_writes,
+    own_writes,
+    refuse_checkpoint,
+    refuse_packed,
     with_ways_out,
 )
+from lightning_pipeline.steps.counters import changed, numbers_of, refuse_counters
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
@@ -54,6 +57,7 @@ class Survey:
         calls: Calls in order.
         used: Parameters and buffers that the step's own code uses, with the number of calls made
             before the first use.
+        writes: Buffers that the step's own code writes to, behind its last call.
         writes_batch: Whether the step writes in place to its batch.
         grown: Where the LightningModule's lists are that the step appends to.
         assigned: Names of the LightningModule's other attributes that the step sets.
@@ -70,6 +74,7 @@ class Survey:
 
     calls: list[Call]
     used: dict[str, int]
+    writes: frozenset[str]
     writes_batch: bool
     grown: tuple[Path, ...]
     assigned: tuple[str, ...]
@@ -103,6 +108,7 @@ class _Surveyor:
         self.inside = False
         self._stand_ins = self._make_stand_ins()
         self.taint: Taint | None = None
+        self.state: dict[str, Tensor] = {}
         self.logged: dict[str, Any] = {}
 
     def _make_stand_ins(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
@@ -118,6 +124,9 @@ class _Surveyor:
                 made[id(tensor)] = ones.requires_grad_(tensor.requires_grad)
             entries.append((owner, key, tensor, made[id(tensor)]))
         return entries
+
+    def held(self) -> dict[str, Tensor]:
+        return {name: tensor for *_, name, tensor in state_items(self.module)}
 
     def show_stand_ins(self, shown: bool) -> None:
         for owner, key, own, ones in self._stand_ins:
@@ -153,7 +162,8 @@ class _Surveyor:
         kwargs: dict[str, Any],
     ) -> Any:
         assert self.taint is not None
-        self._check_checkpoint(name, module)
+        refuse_checkpoint(name, module)
+        open_dataclasses((args, kwargs))
         depends_on = self.taint.sources((args, kwargs))
         given = [(t, t._version) for t in tensors((args, kwargs))]
         try:
@@ -176,30 +186,19 @@ class _Surveyor:
         if self.made_up:
             out = found.made_up_output(name, self.device)
         else:
+            held = self.held()
             out = found.see(forward(*args, **kwargs))
+            # What a call binds anew is no doing of the step's own code.
+            self.state |= {n: t for n, t in self.held().items() if held.get(n) is not t}
         if any(tensor._version != version for tensor, version in given):
             raise StepError(
                 f"Call {len(self.calls) + 1} of the step, {call.label}, writes in place to its "
                 "argument. A stage that repeats the step would see it unwritten. Start the module "
                 "with an operation that is not in place, e.g. nn.ReLU(inplace=False)."
             )
+        refuse_packed(call.label, out)
         self.arguments.append(tensors((args, kwargs)))
         return self._answer(call, out)
-
-    def _check_checkpoint(self, name: str, module: nn.Module) -> None:
-        """A recomputation in the backward must find all that it calls on one stage."""
-        frame = checkpoint_frame()
-        if frame is None:
-            return
-        alone = checkpointed_module(frame.f_locals.get("function")) is module
-        if not alone or frame.f_locals.get("use_reentrant") is not False:
-            raise StepError(
-                f"The step runs self.{name} under torch.utils.checkpoint "
-                + ("with use_reentrant=True" if alone else "inside another function or module")
-                + ", which cannot be cut into stages. Checkpoint the modules themselves, "
-                f"checkpoint(self.{name}, x, use_reentrant=False), or move the checkpoint into the "
-                "forward of a module that the step calls."
-            )
 
     def _answer(self, call: Call, out: Any) -> Any:
         """Notes the output and hands the step a copy, which it may write to."""
@@ -279,11 +278,12 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         cut_at = asked.by_hand.targets(cut_at)
     with untouched(module), stream(asked.seed, asked.device), asked.context():
         run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
-        before = Snapshot.of(module)
-        state = {name: tensor for *_, name, tensor in state_items(module)}
+        before, counted = Snapshot.of(module), numbers_of(module)
+        run.state = run.held()
         returned, error, uses = _observe(run, asked, batch, cut_at)
         assert run.taint is not None
-        refuse_writes(module, asked.step, run.calls, run.taint.written, state)
+        taint = run.taint
+        writes = own_writes(module, asked.step, run.calls, taint.written, taint.used, run.state)
         after = Snapshot.of(module)
         grown, assigned = before.grown(after, asked.step), before.assigned(after, uses)
         assigned = refuse_objects(asked.step, assigned, after.attributes, uses)
@@ -306,15 +306,18 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
             if name in uses.read
         }
         drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
+        if error is None and (found := changed(counted, numbers_of(module))):
+            _see_again(asked, cut_at, found)
     if not run.calls:
         raise no_calls(module, asked.step, error) from error
     for call, answers in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in answers)
-    numbers = _numbers_in(made)
+    numbers = numbers_in(made)
     is_unsure = run.taint.reads_values
     return Survey(
         calls=run.calls,
         used=_first_uses(module, run.taint),
+        writes=writes,
         writes_batch=any(tensor._version != version for tensor, version in versions),
         grown=grown,
         assigned=assigned,
@@ -333,12 +336,23 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
     )
 
 
+def _see_again(
+    asked: Request, cut_at: list[tuple[str, nn.Module]], found: set[tuple[str, str]]
+) -> None:
+    """Tells a counter from what is set to the same in each run, by another run like the first."""
+    module, numbers = asked.module, numbers_of(asked.module)
+    run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
+    with stream(asked.seed, asked.device):
+        _observe(run, asked, copied(asked.batch), cut_at)
+    now = numbers_of(module)
+    refuse_counters(module, asked.step, found & changed(numbers, now), now)
+
+
 def _observe(
     run: _Surveyor, asked: Request, batch: Any, cut_at: list[tuple[str, nn.Module]]
 ) -> tuple[Any, Exception | None, Uses]:
     """What the step returns and raises, and how it uses attributes."""
     module = asked.module
-    run.taint = Taint(module, lambda: len(run.calls))
     changes: list[tuple[object, str, Any]]
     changes = [(child, "forward", run.wrap(name, child)) for name, child in cut_at]
     for _, child in cut_at:
@@ -348,6 +362,7 @@ def _observe(
     changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
     returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)
+    run.taint = Taint(module, lambda: len(run.calls))
     try:
         eager = torch.compiler.set_stance("force_eager")  # what is compiled is run, not traced
         with eager, patched(changes), run.taint, attributes_noted(module) as uses:
@@ -371,16 +386,3 @@ def _first_uses(module: LightningModule, taint: Taint) -> dict[str, int]:
     for name, before in taint.used.items():
         used[canonical[name]] = min(before, used.get(canonical[name], before))
     return used
-
-
-def _numbers_in(made: dict[str, Any]) -> dict[Place, int | Tensor]:
-    """Whole numbers that the step makes; see :class:`lightning_pipeline.merging.Merger`."""
-    found = dict(whole_numbers(made["output"], ("output",)))
-    for name, value in made["logs"].items():
-        found.update(whole_numbers(value, ("log", name)))
-    for name, value in made["attributes"].items():
-        found.update(whole_numbers(value, ("attributes", name)))
-    for path, entries in made["lists"].items():
-        for index, entry in enumerate(entries):
-            found.update(whole_numbers(entry, list_place(path, index)))
-    return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.batch import leaves
 from lightning_pipeline.splitting import state_items
 from lightning_pipeline.splitting.torch_private import storage_of
+from lightning_pipeline.steps.checks import refuse_own_gradient
 from lightning_pipeline.steps.pending import READS, tensors, writes_in_place
 
 _TOKEN_MEANS = ("cross_entropy", "nll_loss")
@@ -70,10 +72,20 @@ class Taint(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self.off and func is torch.autograd.grad:
+            refuse_own_gradient(self.sources((args, kwargs)))
+        if not self.off and writes_in_place(name) and name != "requires_grad_":
+            self._note_write(args[0])  # before it, for made-up weights cannot be written to
         out = func(*args, **kwargs)
         if not self.off:
-            self._note(getattr(func, "__name__", ""), args, kwargs, out)
+            self._note(name, args, kwargs, out)
         return out
+
+    def _note_write(self, written: Any) -> None:
+        home = self._homes.get(storage_of(written)) if isinstance(written, Tensor) else None
+        if home is not None:
+            self.written.add(home)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.ignores_targets |= name in _TOKEN_MEANS and _ignores(*args, **kwargs)
@@ -86,10 +98,6 @@ class Taint(TorchFunctionMode):
         if name in READS:
             self._read |= calls
             self.reads_values = True
-        if writes and isinstance(args[0], Tensor):
-            home = self._homes.get(storage_of(args[0]))
-            if home is not None:
-                self.written.add(home)
         made = [t for t in tensors(out) if not any(t is g for g in given)]
         if made or writes or name in READS:
             for tensor in given:

@@ -34,7 +34,7 @@ class Feeds(Script):
     def __call__(self, strategy: Any, devices: int) -> Run:
         fit = L.Trainer.fit
         L.seed_everything(3, workers=True)
-        L.Trainer.fit = lambda trainer, module, *_: fit(trainer, module, **self.data())
+        L.Trainer.fit = lambda trainer, module, *_, **__: fit(trainer, module, **self.data())
         try:
             return super().__call__(strategy, devices)
         finally:

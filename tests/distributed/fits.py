@@ -39,6 +39,7 @@ class Script:
         setup: Changes the module before the fit.
         after: What to look at when the fit is over, given the trainer and the module.
         dtype: Default dtype of the run.
+        checkpoint: Where it goes on from.
     """
 
     model: Callable[[], L.LightningModule]
@@ -48,6 +49,7 @@ class Script:
     setup: Callable[[L.LightningModule], None] | None = None
     after: Callable[[L.Trainer, L.LightningModule], Any] | None = None
     dtype: torch.dtype = torch.float64
+    checkpoint: Any = None
 
     def __call__(self, strategy: Any, devices: int) -> Run:
         """Runs the script; ``strategy`` is a name or the arguments of a PipelineStrategy."""
@@ -68,11 +70,9 @@ class Script:
         arguments = {"max_steps": STEPS, "max_epochs": 100, **quiet, **self.trainer}
         trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **arguments)
         training, validation = self.dataset()
-        trainer.fit(
-            module,
-            self.loader(training),
-            DataLoader(validation, max(2, self.batch_size // 2)),
-        )
+        loaders = self.loader(training), self.validation_loader(validation)
+        start = {} if self.checkpoint is None else {"ckpt_path": self.checkpoint}
+        trainer.fit(module, *loaders, **start)
         extra = self.after(trainer, module) if self.after is not None else None
         state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -81,6 +81,10 @@ class Script:
     def loader(self, training: TensorDataset) -> DataLoader:
         """The training's loader."""
         return DataLoader(training, self.batch_size)
+
+    def validation_loader(self, validation: TensorDataset) -> DataLoader:
+        """The validation's loader."""
+        return DataLoader(validation, max(2, self.batch_size // 2))
 
     def plain(self, replicas: int = 1, deadline: float = 60) -> Run:
         """The run without a pipeline: on one device, or as DDP."""
@@ -101,10 +105,16 @@ def distance(run: Run, reference: Run) -> float:
     assert list(run.state) == list(reference.state)
     differences = [0.0]
     for name, expected in reference.state.items():
+        found, expected = _numbers(run.state[name]), _numbers(expected)
         scale = expected.abs().max().clamp_min(1e-6) if expected.numel() else 1.0
-        difference = (run.state[name] - expected).abs().max() / scale if expected.numel() else 0.0
+        difference = (found - expected).abs().max() / scale if expected.numel() else 0.0
         differences.append(float(difference))
     return max(differences) if all(d == d for d in differences) else float("inf")
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """``tensor`` in a type that can be subtracted."""
+    return tensor if tensor.is_complex() else tensor.double()
 
 
 def rows(count: int, *shape: int, seed: int = 7) -> Tensor:

@@ -307,12 +307,6 @@ class CheckpointsASlice(Perceptron):
         return F.mse_loss(self.net[-1](out), batch[1])
 
 
-class Lazy(Perceptron):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -321,7 +315,6 @@ class Lazy(Perceptron):
             CheckpointsASlice,
             r"inside another function or module.*Checkpoint the modules themselves",
         ),
-        (Lazy, r"'net.0.weight' is lazy.*nn.Linear"),
     ],
 )
 def test_refused_with_a_cure(model, message):

@@ -25,7 +25,11 @@ from tests.models.registry import (
 # ---- awkward: control flow and data structures
 
 
-@register(sizes=((4, 8), (3, 20), (1, 5)))
+@register(
+    sizes=((4, 8), (3, 20), (1, 5)),
+    separable=False,
+    condition="adds a mean over the first sample to all",
+)
 class ShapeFlow(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class ValueBranch(nn.Module):
         return self.a(x) if x.sum() > 0 else self.b(x)
 
 
-@register()
+@register(separable=False, condition="branches on a sum over the samples")
 class ValueBranches(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ class Router(nn.Module):
         return x + out, share.mean((0, 1)).pow(2).sum()
 
 
-@register()
+@register(separable=False, condition="a loss of routers")
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +151,31 @@ class CollectedByHooks(nn.Module):
         return x, torch.stack(gates).mean()
 
 
+@register()
+class CollectedByLastingHooks(nn.Module):
+    """The first forward installs hooks that stay, as Hugging Face does for ``output_...``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GatedBlock() for _ in range(4))
+        self._gates: list[Tensor] = []
+        self.has_hooks = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.has_hooks:
+            for layer in self.layers:
+                layer.gate.register_forward_hook(self.collect)
+            self.has_hooks = True
+        self._gates.clear()
+        for layer in self.layers:
+            x = layer(x)
+        gates, self._gates = self._gates, []
+        return x, torch.stack([gate.mean() for gate in gates]).sum()
+
+    def collect(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self._gates.append(out)
+
+
 # ---- awkward: memory and sharing
 
 
@@ -168,8 +197,10 @@ class Inplace(Chain):
         return x
 
 
-@register()
+@register(refusal="writes in place to its argument", only_in_steps=True)
 class InplaceInput(Chain):
+    """Writes to what the step gives it, which stages that repeat the step would not see."""
+
     def forward(self, x: Tensor) -> Tensor:
         skip = x[:, :1]
         x.mul_(2.0)
@@ -179,7 +210,7 @@ class InplaceInput(Chain):
         return h + x + skip
 
 
-@register()
+@register(pieces=3, condition="3 pieces")
 class InplaceGrad(Chain):
     """A tensor that needs a gradient only after an in-place addition."""
 
@@ -202,7 +233,13 @@ class ModuleTwice(Chain):
         return self.shared(super().forward(self.shared(x))) @ self.layers[0].weight.t()
 
 
-@register(vectors, ((8, 1), (5, 1)))
+@register(
+    vectors,
+    ((8, 1), (5, 1)),
+    separable=False,
+    pieces=3,
+    condition="BatchNorm called twice, 3 pieces",
+)
 class BatchNormTwice(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +253,7 @@ class BatchNormTwice(Chain):
         return x
 
 
-@register()
+@register(separable=False, condition="writes to buffers")
 class BufferWrites(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +280,7 @@ class CountingLayer(nn.Module):
         return self.b(self.a(x).relu()) / self.steps
 
 
-@register()
+@register(separable=False, condition="writes to buffers")
 class BufferRebound(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -278,14 +315,18 @@ class ParameterLists(nn.Module):
 
 @register()
 class FunctionalDropout(Chain):
+    dropout = 0.3
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = F.dropout(F.gelu(layer(x)), 0.3, self.training)
+            x = F.dropout(F.gelu(layer(x)), self.dropout, self.training)
         return x
 
 
-@register(dtype=torch.float32)
+@register(dtype=torch.float32, separable=False, condition="adds means over the samples; to 1e-6")
 class Contexts(nn.Module):
+    """Half of it without gradients, half under autocast to bfloat16, in float32."""
+
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = linears(3), linears(3)
@@ -296,7 +337,7 @@ class Contexts(nn.Module):
                 x = layer(x).relu()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             for layer in self.head:
-                x = layer(x) + torch.matmul(x, x.mT).mean()
+                x = layer(x) + torch.matmul(x, x.mT).mean().tanh()
         return x.float()
 
 
@@ -364,9 +405,10 @@ class LayerDrop(nn.Module):
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
         self.a, self.b, self.draw = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), draw
+        self.drop_prob = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.training and self.draw() < 0.5 else self.b(self.a(x).relu())
+        return x if self.training and self.draw() < self.drop_prob else self.b(self.a(x).relu())
 
 
 @register()

@@ -44,7 +44,7 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
-@register(images, ((4, 16), (3, 20)))
+@register(images, ((4, 16), (3, 20)), separable=False, condition="BatchNorm")
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         batch, length, width = x.size()
         parts = self.qkv(x).split(width, dim=2)
         q, k, v = (t.view(batch, length, 4, width // 4).transpose(1, 2) for t in parts)
-        rate = 0.1 if self.training else 0.0
+        rate = self.drop.p if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=self.causal)
         return self.drop(self.proj(out.transpose(1, 2).reshape(batch, length, width)))
 
@@ -102,7 +102,7 @@ class ViT(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-@register(images, ((4, 16), (3, 21)))
+@register(images, ((4, 16), (3, 21)), separable=False, condition="BatchNorm")
 class UNet(nn.Module):
     def __init__(self, width: int = 4, depth: int = 3) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from lightning_pipeline.splitting import (
     record,
     release,
 )
-from tests.models.zoo import Arguments
+from tests.models.registry import Arguments
 
 SECONDS_PER_BYTE = 1e-10
 Backward = Callable[[list[Tensor | None]], None]

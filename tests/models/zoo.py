@@ -1,6 +1,17 @@
 """Small models, ordinary and awkward, that the tests cut into stages."""
 
-from tests.models import awkward, ordinary
+from tests.models import awkward, families, ordinary, timm_models, transformers_models
 from tests.models.registry import WIDTH, ZOO, Arguments, Chain, Model
 
-__all__ = ["WIDTH", "ZOO", "Arguments", "Chain", "Model", "awkward", "ordinary"]
+__all__ = [
+    "WIDTH",
+    "ZOO",
+    "Arguments",
+    "Chain",
+    "Model",
+    "awkward",
+    "families",
+    "ordinary",
+    "timm_models",
+    "transformers_models",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.boundary import can_split, cross, leaves_of
 
@@ -56,6 +57,7 @@ class Twice(torch.autograd.Function):
 
 
 LAYER, OTHER = nn.Linear(4, 4), nn.Linear(4, 4)
+ATTENTION = nn.MultiheadAttention(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,12 @@ LAYER, OTHER = nn.Linear(4, 4), nn.Linear(4, 4)
         (lambda x: [LAYER(x.detach())], False),
         # a weight that is used twice
         (lambda x: [LAYER(LAYER(x))], False),
+        (lambda x: ATTENTION(*[x.unsqueeze(0)] * 3)[:1], True),
+        (lambda x: ATTENTION(x, x, x)[:1], False),  # two parts of one weight
         # opaque nodes would run twice
         (lambda x: [Twice.apply(LAYER(x))], False),
+        # what was not saved would be computed twice
+        (lambda x: [checkpoint(LAYER, x, use_reentrant=False)], False),
         (lambda x: [cross(LAYER(cross(x)))], True),
     ],
 )

@@ -92,6 +92,7 @@ def test_train_then_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["train", *SINGLE, "hydra.run.dir=first"]) == 0
     printed = capsys.readouterr().out
     assert "final validation accuracy: 0." in printed
+    assert "final val_loss: " in printed
     assert "checkpoint: first/checkpoints/epoch0-val_loss" in printed
     assert (dict(os.environ), sys.argv) == (before, words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_experiments_are_headed_by_their_command(name: str) -> None:
         "# @package _global_",
         f"# lightning-pipeline train experiment={name}",
     ]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_experiments_advise_for_gpus_composes(name: str) -> None:
+    text = (CONF / "experiment" / f"{name}.yaml").read_text().replace("\n# ", " ")
+    [advice] = re.findall(r" On GPUs: (.*)", text)
+    overrides = [word.strip(",;.)") for word in advice.split() if "=" in word]
+    assert "trainer=gpu" in overrides
+    assert settled(f"experiment={name}", *overrides).trainer.precision == "bf16-mixed"
 
 
 def test_schedule_group_is_the_table_of_schedules() -> None:

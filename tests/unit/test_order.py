@@ -70,6 +70,29 @@ def test_a_net_called_on_its_own_output_gets_replicas():
     assert len(Order(calls, woven=True).units) == 4
 
 
+def test_an_averaged_copy_is_woven_with_its_original():
+    calls = [call("net", ["a", "b"]), call("teacher", ["c", "d"])]
+    twins = {"c": "a", "d": "b", "elsewhere": "a"}
+    assert Order(calls, woven=True, twins=twins).units == [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
+    calls[1] = call("teacher", ["c", "d"], depends_on=[0])
+    assert len(Order(calls, woven=True, twins=twins).units) == 4
+
+
+def test_what_other_steps_ask_for_comes_first():
+    calls = [call("first", ["a"]), call("second", ["b"])]
+    before = [(frozenset({"b"}), frozenset({"a"}))]
+    assert Order(calls, woven=True, before=before).units == [[(1, 0)], [(0, 0)]]
+    calls[1] = call("second", ["b"], depends_on=[0])  # in a circle nothing can be cut
+    assert Order(calls, woven=True, before=before).units == [[(0, 0), (1, 0)]]
+
+
+def test_what_is_on_an_early_stage_comes_first():
+    calls = [call("first", ["a", "b"]), call("second", ["c", "d"])]
+    stages = {"a": {0}, "b": {1}, "c": {0}, "d": {1}}
+    order = Order(calls, True, stages_of=lambda names: frozenset(stages[next(iter(names))]))
+    assert order.units == [[(0, 0)], [(1, 0)], [(0, 1)], [(1, 1)]]
+
+
 def test_what_writes_a_buffer_lives_in_one_place():
     calls = [
         call("norm", ["w", "stats"], writes=["stats"]),

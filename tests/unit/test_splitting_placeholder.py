@@ -68,16 +68,22 @@ USES: dict[str, Callable[[nn.Sequential], Any]] = {
     "view": lambda m: m[0].bias.view(3, 1),
     "transposed": lambda m: m[1].weight.T,
     "item": lambda m: m[1].weight.sum().item(),
-    "data": lambda m: m[1].weight.data + 1,
-    "detached": lambda m: m[1].weight.detach().mul_(2),
-    "cloned": lambda m: m[1].weight.clone() + 1,
+    "data": lambda m: (m[1].weight.data + 1).sum(),
+    "detached": lambda m: m[1].weight.detach().mul_(2).exp(),
+    "cloned": lambda m: float((m[1].weight.clone() + 1)[0]),
+    "by what is here": lambda m: m[1].weight.mul_(torch.ones(3)),
+    "into what is here": lambda m: torch._foreach_add_([torch.ones(3)], [m[0].bias]),
+    "random": lambda m: nn.init.normal_(m[1].weight),
+    "elsewhere than": lambda m: m[1].weight.copy_(m[0].bias),
+    "data of another": lambda m: setattr(m[1].weight, "data", m[0].bias.data * 2),
+    "not placed": lambda m: m.phase.mul_(2),
     "written": lambda m: m[1].weight.detach().copy_(torch.ones(3)),
     "list": lambda m: torch.stack([torch.ones(3), m[1].weight]),
     "keyword": lambda m: F.linear(torch.ones(2, 3), weight=m[0].weight, bias=m[1].bias),
     "buffer": lambda m: m.ids + 1,
     "norm": lambda m: torch.nn.utils.parameters_to_vector(m.parameters()),
     "assigned": lambda m: setattr(m[1].weight, "data", torch.ones(3)),
-    "like": lambda m: torch.zeros_like(m[1].weight) + 1,
+    "like": lambda m: (torch.zeros_like(m[1].weight) + 1).tolist(),
     "forward": lambda m: m(torch.ones(2, 3)),
     "rnn": lambda m: m[2](torch.ones(2, 1, 3)),
 }
@@ -87,6 +93,55 @@ USES: dict[str, Callable[[nn.Sequential], Any]] = {
 def test_use_raises(use: str) -> None:
     with torch.no_grad(), pytest.raises(ElsewhereError, match="which is on"):
         USES[use](released())
+
+
+def blend(p: Tensor, q: Tensor) -> None:
+    q.data = 0.9 * q.data + (1 - 0.9) * p.data
+
+
+UPDATES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "lerp": lambda p, q: q.lerp_(p, 0.1),
+    "lerp by a tensor": lambda p, q: q.lerp_(p, torch.tensor(0.1)),
+    "multiply and add": lambda p, q: q.data.mul_(0.9).add_(p.data, alpha=0.1),
+    "operators": lambda p, q: q.copy_(q * 0.9 + (1 - 0.9) * p),
+    "in place operators": lambda p, q: q.__imul__(0.9).__iadd__(0.1 * p),
+    "difference": lambda p, q: q.sub_(0.1 * (q - p)),
+    "data": blend,
+    "copy": lambda p, q: q.copy_(p),
+    "foreach": lambda p, q: torch._foreach_lerp_([q], [p], 0.1),
+    "foreach in two": lambda p, q: (torch._foreach_mul_([q], 0.9), torch._foreach_add_([q], [p])),
+    "clamp": lambda p, q: q.clamp_(-0.1, 0.1),
+    "weight decay": lambda p, q: q.mul_(1 - 0.1).addcdiv_(p, p.abs().sqrt_().add_(1), value=0.1),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_of_weights_by_each_other_do_nothing(update: str) -> None:
+    """Their holders do them; the same object stays a placeholder that raises on use."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2))
+    release(model, set(), {"0.weight": (1,), "1.weight": (1,)})
+    p, q = model[0].weight, model[1].weight
+    with torch.no_grad():
+        UPDATES[update](p, q)
+    assert model[1].weight is q and is_elsewhere(q) and repr(q).startswith("ElsewhereParameter(")
+    assert q.shape == (2, 3) and q.requires_grad and "'1.weight'" in repr(q)
+    if "data" not in update and "multiply" not in update:
+        with pytest.raises(ElsewhereError, match="which is on stage 1"):
+            UPDATES[update](p, q)  # a gradient is asked for
+
+
+def test_an_update_over_stages_names_both() -> None:
+    model = released()
+    text = r"brings together '1.weight', which is on stages 2, 3.*'0.bias', on stage 1.*deepcopy"
+    with torch.no_grad(), pytest.raises(ElsewhereError, match=text):
+        model[1].weight.lerp_(model[0].bias, 0.1)
+
+
+def test_what_is_here_in_a_list_is_updated() -> None:
+    model, here = released(), torch.ones(3)
+    with torch.no_grad():
+        torch._foreach_lerp_([here, model[0].bias], [torch.zeros(3), model[0].bias], 0.5)
+    assert here.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_values_of_inputs_are_local_and_their_buffers_are_read_where_they_are_us
     uses = [p for p, names in enumerate(program.reads) if "scale" in names]
     assert len(uses) == 3
     parts = [StageFunction(program, p, p + 1) for p in range(program.num_pieces)]
-    assert [part.needs_inputs for part in parts] == [
+    assert [bool(part.positions) for part in parts] == [
         p == 0 or p in uses for p in range(program.num_pieces)
     ]
     carried: Any = ()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.splitting import SplitError, StageFunction, record
-from tests.models.zoo import WIDTH, Chain
+from tests.models.registry import WIDTH, Chain
 
 CASES: dict[str, tuple[type[Chain], str, str]] = {}
 
@@ -91,7 +91,7 @@ class Appends(nn.Module):
         return x + 1
 
 
-@refused("'appends' changes a list or dict", "return self.appends(x, seen)")
+@refused("'appends' changes a list, dict or object", "return self.appends(x, seen)")
 class ChangesList(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +100,24 @@ class ChangesList(Chain):
     def forward(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
         return self.appends(x, seen)
+
+
+class Counter(nn.Module):
+    def forward(self, x: Tensor, seen: dict[str, int]) -> Tensor:
+        seen["count"] += 1
+        return x * seen["count"]
+
+
+@refused("'counter' changes a list, dict or object", "x = self.counter(x, seen)")
+class CountsInDict(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = {"count": 1}
+        x = self.counter(x, seen)
+        return super().forward(x) * seen["count"]
 
 
 class Keeper(nn.Module):
@@ -231,6 +249,29 @@ class ValueShape(Chain):
         return self.selects(super().forward(x))
 
 
+class Shortens(nn.Module):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return x[:, : int(lengths.max())]
+
+
+@refused("depends on values.*total_length=x.shape", "return x[:, : int(lengths.max())]")
+class LongestRow(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortens = Shortens()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shortens(super().forward(x), (x[..., 0] > 0).sum(1))
+
+
+@refused("torch.autograd.grad needs a graph that no cut divides", "(slope,) = torch.autograd.grad(")
+class OwnGradient(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope
+
+
 @refused("raised ValueError: no", 'raise ValueError("no")')
 class Raises(Chain):
     def forward(self, x: Tensor) -> Tensor:
@@ -280,7 +321,7 @@ class Outer(nn.Module):
         return self.after(self.inner(self.before(x)))
 
 
-WHOLE = sorted(set(CASES) - {"Raises", "ValueShape", "OutputsObject"})
+WHOLE = sorted(set(CASES) - {"Raises", "ValueShape", "LongestRow", "OutputsObject"})
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipeline.splitting import StageFunction, canonical_names, is_elsewhere, record
+from lightning_pipeline.splitting import (
+    SplitError,
+    StageFunction,
+    canonical_names,
+    is_elsewhere,
+    record,
+)
 from tests.models.staged import (
     Backward,
     Staged,
@@ -23,22 +30,6 @@ from tests.models.staged import (
 from tests.models.zoo import ZOO, Arguments, Model
 
 BACKWARD_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
-
-
-def build(model: Model, train: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return model.make().to(model.dtype).train(train)
-
-
-def arguments_of(model: Model, size: tuple[int, int]) -> Arguments:
-    torch.manual_seed(5)
-
-    def cast(leaf: Any) -> Any:
-        return (
-            leaf.to(model.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-        )
-
-    return pytree.tree_map(cast, model.inputs(*size))
 
 
 def clone(tree: Any) -> Any:
@@ -101,31 +92,35 @@ def check(staged: Staged, reference: nn.Module, arguments: Arguments, model: Mod
                 torch.testing.assert_close(buffer, buffers[name])
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("name", ZOO)
+CUT = {name: model for name, model in ZOO.items() if model.can_be_cut}
+# The models of other libraries are large; real ranks cut them in 2 and 4.
+CASES = [(name, n) for name, model in CUT.items() for n in model.cuts_in_one_process]
+
+
+@pytest.mark.parametrize(("name", "num_stages"), CASES)
 def test_stages_equal_the_whole_model(name: str, num_stages: int) -> None:
     """Each stage in a copy whose other weights are gone; other sizes and modes follow."""
     model = ZOO[name]
-    reference = build(model, train=True)
+    reference = model.build()
     keys = list(reference.state_dict())
-    staged = Staged(reference, arguments_of(model, model.sizes[0]), num_stages)
+    staged = Staged(reference, model.arguments(*model.sizes[0]), num_stages)
     assert list(reference.state_dict()) == keys
     for size in model.sizes[: None if num_stages == 3 else 1]:
         for train in (True, False):
             for module in (reference, *staged.copies):
                 module.train(train)
                 module.zero_grad()
-            check(staged, reference, arguments_of(model, size), model)
+            check(staged, reference, model.arguments(*size), model)
     assert [list(pruned.state_dict()) for pruned in staged.copies] == [keys] * num_stages
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name for name, model in CUT.items() if model.thorough])
 def test_every_legal_cut_at_once(name: str) -> None:
     """One stage for each piece that can stand alone shows what a cut forgets to carry."""
     model = ZOO[name]
-    module = build(model, train=True)
+    module = model.build()
     reference = copy.deepcopy(module)
-    arguments = arguments_of(model, model.sizes[0])
+    arguments = model.arguments(*model.sizes[0])
     program = record(module, *arguments, num_stages=8)
     bounds = [p for p in range(program.num_pieces + 1) if program.legal[p]]
     stages = [StageFunction(program, low, high) for low, high in itertools.pairwise(bounds)]
@@ -143,3 +138,10 @@ def test_every_legal_cut_at_once(name: str) -> None:
     for key in expected:
         torch.testing.assert_close(found[key], expected[key], rtol=tolerance, atol=tolerance)
     assert_same(dict(module.named_buffers()), dict(reference.named_buffers()), 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in CUT])
+def test_refused(name: str) -> None:
+    model = ZOO[name]
+    with pytest.raises(SplitError, match=re.escape(model.refusal)):
+        record(model.build(), *model.arguments(*model.sizes[0]), num_stages=2)

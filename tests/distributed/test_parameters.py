@@ -45,8 +45,15 @@ def on_one_device(group: str) -> dict[str, Run]:
     return scripts(TABLES[group]).plain()[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("group", TABLES)
+# Three ranks where ties and frozen weights lie otherwise, and no layout twice for the same reason.
+RUNS = [
+    *((group, layout) for group in ("tied", "frozen") for layout in LAYOUTS),
+    *((group, layout) for group in ("computed", "odd") for layout in list(LAYOUTS)[:3]),
+    *(("lazy", layout) for layout in ("1F1B", "ZBVZeroBubble")),
+]
+
+
+@pytest.mark.parametrize(("group", "layout"), RUNS)
 def test_parameters_equal_one_device(group, layout):
     expected = on_one_device(group)
     ranks, arguments = LAYOUTS[layout]
@@ -66,7 +73,7 @@ def accumulated() -> dict[str, Run]:
     return several.plain()[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", list(LAYOUTS)[:3])
 def test_written_buffers_equal_accumulated_microbatches(layout):
     ranks, arguments = LAYOUTS[layout]
     strategy = {"pipeline_parallel_size": ranks, "num_microbatches": 4, **arguments}

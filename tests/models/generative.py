@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.models.families import AttentionUNet, Tagger, VariationalAutoencoder
+from tests.models.fields import AttentionUNet, VariationalAutoencoder
+from tests.models.recurrent import Tagger
 
 NUM_TIMES = 100
 

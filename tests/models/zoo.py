@@ -1,6 +1,14 @@
 """Small models, ordinary and awkward, that the tests cut into stages."""
 
-from tests.models import awkward, families, ordinary, timm_models, transformers_models
+from tests.models import (
+    awkward,
+    families,
+    fields,
+    ordinary,
+    recurrent,
+    timm_models,
+    transformers_models,
+)
 from tests.models.registry import WIDTH, ZOO, Arguments, Chain, Model
 
 __all__ = [
@@ -11,7 +19,9 @@ __all__ = [
     "Model",
     "awkward",
     "families",
+    "fields",
     "ordinary",
+    "recurrent",
     "timm_models",
     "transformers_models",
 ]

@@ -238,6 +238,7 @@ class Part:
             for x, meta in zip(carried, metas, strict=True)
         )
         self.times: list[float] = []
+        self._grads: dict[int, Tensor] = {}
 
     def run(self) -> tuple[Any, ...]:
         """Forward and backward, timed; gives what the next part receives."""
@@ -245,12 +246,19 @@ class Part:
             parameter.grad = None
         for x in self._carried:
             x.grad = None
-        start = time.process_time()
+        start = time.thread_time()
         out = self._function(self._carried, self._leaves)
-        found = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+        forward = time.thread_time() - start
+        # What only passes through has no work, and gradients come from the next stage.
+        passed = set(map(id, self._carried))
+        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        found = [x for x in tensors if x.requires_grad and id(x) not in passed]
+        for index, x in enumerate(found):
+            self._grads.setdefault(index, torch.ones_like(x))
+        start = time.thread_time()
         if found:
-            torch.autograd.backward(found, [torch.ones_like(x) for x in found])
-        self.times.append(time.process_time() - start)
+            torch.autograd.backward(found, list(self._grads.values()))
+        self.times.append(forward + time.thread_time() - start)
         return out if isinstance(out, tuple) else (out,)
 
     @property

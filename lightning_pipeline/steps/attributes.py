@@ -5,14 +5,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections import Counter, deque
-from collections.abc import (
-    Iterable,
-    Iterator,
-    MutableMapping,
-    MutableSequence,
-    MutableSet,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -362,13 +355,8 @@ def _changed(step: str, path: Path) -> StepError:
 
 
 @contextmanager
-def untouched(module: nn.Module, but: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Puts back buffers, attributes and what containers among them hold, on every module.
-
-    Args:
-        module: The outermost module.
-        but: Modules whose attributes stay as they are then.
-    """
+def untouched(module: nn.Module, but: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Puts back buffers, attributes and what containers in them hold, on all modules ``but``."""
     left = set(map(id, but))
     attributes = [(c, dict(c.__dict__)) for c in module.modules() if id(c) not in left]
     contents: list[tuple[Any, Any]] = []

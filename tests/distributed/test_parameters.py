@@ -17,14 +17,14 @@ from tests.distributed.feeds import Several
 from tests.distributed.fits import Run, Script, distance
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.test_exactness import TOLERANCE, vectors
-from tests.models import parameters
+from tests.models import parameters, states
 
 TABLES = {
     "tied": parameters.TIED,
     "frozen": parameters.FROZEN,
-    "computed": parameters.COMPUTED,
-    "odd": parameters.ODD,
-    "lazy": parameters.LAZY,
+    "computed": states.COMPUTED,
+    "odd": states.ODD,
+    "lazy": states.LAZY,
 }
 LAYOUTS = {
     "1F1B": (2, {}),
@@ -67,7 +67,7 @@ def test_parameters_equal_one_device(group, layout):
 @functools.cache
 def accumulated() -> dict[str, Run]:
     """On one device, with the microbatches one after the other."""
-    several = scripts(parameters.WRITTEN, accumulate_grad_batches=4, limit_val_batches=0)
+    several = scripts(states.WRITTEN, accumulate_grad_batches=4, limit_val_batches=0)
     for script in several.scripts.values():
         script.batch_size = 4
     return several.plain()[0]
@@ -77,7 +77,7 @@ def accumulated() -> dict[str, Run]:
 def test_written_buffers_equal_accumulated_microbatches(layout):
     ranks, arguments = LAYOUTS[layout]
     strategy = {"pipeline_parallel_size": ranks, "num_microbatches": 4, **arguments}
-    several = scripts(parameters.WRITTEN, limit_val_batches=0)
+    several = scripts(states.WRITTEN, limit_val_batches=0)
     for runs in run_ranks(ranks, several, strategy, ranks, deadline=120):
         for name, run in runs.items():
             assert distance(run, accumulated()[name]) <= TOLERANCE, name
@@ -85,7 +85,7 @@ def test_written_buffers_equal_accumulated_microbatches(layout):
 
 def test_fillers_leave_no_trace_in_written_buffers():
     """A batch of one row is one microbatch; the schedule asks for more of them."""
-    table = {n: m for n, m in parameters.WRITTEN.items() if n != "a lazy norm"}
+    table = {n: m for n, m in states.WRITTEN.items() if n != "a lazy norm"}
     several = scripts(table, limit_val_batches=0)
     for script in several.scripts.values():
         script.batch_size = 1
@@ -96,7 +96,7 @@ def test_fillers_leave_no_trace_in_written_buffers():
             assert distance(run, expected[name]) <= TOLERANCE, name
 
 
-class UncalledLazy(parameters.Lazy):
+class UncalledLazy(states.Lazy):
     def __init__(self):
         super().__init__()
         self.forgotten = torch.nn.LazyLinear(3)
@@ -215,7 +215,7 @@ def test_stages_without_parameters(schedule):
     names = ("net.1", "net.5") if depth == 1 else ("net.1", "net.4", "net.5", "net.7", "net.9")
     expected = on_one_device("odd")["modules between the weights that have none"]
     script = Script(
-        parameters.NoWeights,
+        states.NoWeights,
         partial(vectors, 32),
         trainer={"max_steps": 4, "limit_val_batches": 1},
     )

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -30,6 +31,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_pipeline.mesh import Mesh, Scope
 
 _microbatch: ContextVar[int | None] = ContextVar("microbatch", default=None)
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -109,6 +111,13 @@ class Norms:
 
     def _change(self, child: nn.Module, base: type) -> None:
         kind = type(child)
+        if kind.forward not in _FORWARDS:
+            raise MisconfigurationException(
+                f"sync_batchnorm and deferred_batch_norm take over the forward of a norm, but "
+                f"{kind.__module__}.{kind.__qualname__} has one of its own, which would be lost or "
+                "measured wrongly. Call a plain torch.nn.BatchNorm2d and do the rest around it, or "
+                "set sync_batchnorm=False and deferred_batch_norm=False."
+            )
         # Its own name, for summaries; that it stays whole is said to recordings apart.
         names = {key: getattr(kind, key) for key in ("__module__", "__qualname__", "__doc__")}
         own = {"_norms": self, "_own_class": kind}
@@ -167,21 +176,21 @@ class _Deferred(_ForRun):
     """A norm that normalises as ever and leaves its running statistics for later."""
 
     @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x``, of shape [rows, channels, ...] or of one that its class allows."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises ``input``, of shape [rows, channels, ...] or of one that its class allows."""
         kept = {key: self._buffers.get(key) for key in _STATISTICS}
         in_step = self._norms.mesh.scope is Scope.REPLICAS
         if not (self.training and in_step and kept["running_mean"] is not None):
-            return super().forward(x)
+            return super().forward(input)
         # Copies take what the layer writes.
         self._buffers.update({k: b.clone() for k, b in kept.items() if b is not None})
         try:
-            out = super().forward(x)
+            out = super().forward(input)
         finally:
             self._buffers.update(
                 {key: buffer for key, buffer in kept.items() if buffer is not None}
             )
-        self._norms.keep(self, _measured(self, x.detach()))
+        self._norms.keep(self, _measured(self, input.detach()))
         return out
 
 
@@ -189,12 +198,13 @@ class _Synchronised(_ForRun, _BatchNorm):
     """A BatchNorm that meets its copies in the other replicas."""
 
     @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalises by the statistics of all replicas while training.
 
         Args:
-            x: Of shape [rows, channels, ...].
+            input: Of shape [rows, channels, ...].
         """
+        x = input  # torch's name, by which it may be given
         mesh = self._norms.mesh
         alone = mesh.sizes.data == 1 and not self._norms.defers
         if alone or mesh.scope is Scope.ALONE or not self.training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -143,11 +143,10 @@ class PlacedModule:
 
         release(self._module, keep, holders)
         gc.collect()  # dead graphs of the survey still have the memory of what is released
+        made = self.deferred is not None
         if self.deferred is not None:
             self.deferred.fill(keep, holders, self._device, self._seed)
             self.deferred = None
-            if self._mesh.sizes.data > 1:  # an unseeded source of random numbers differs
-                share_state(self._module, self._mesh, self._device)
         self._module.to(self._device)  # metrics too; a placeholder stays what it is
         parameters: dict[int, list[nn.Parameter]] = {stage: [] for stage in self._mesh.stages}
         buffers: dict[int, list[Tensor]] = {stage: [] for stage in self._mesh.stages}
@@ -163,6 +162,8 @@ class PlacedModule:
                     buffers[stage].append(tensor)
         sets = sorted({s for s in placement.holders.values() if len(s) > 1}, key=sorted)
         groups = dict(zip(sets, self._mesh.build_holder_groups(sets), strict=True))
+        if made:  # sources of random numbers without a seed differ
+            self._agree(groups)
         rank = self._mesh.global_rank
         counted = {
             key: self._mesh.holder_ranks(stages)[0] == rank for key, stages in stages_of.items()
@@ -182,6 +183,20 @@ class PlacedModule:
         ]
         reducer = GradientReducer(self._mesh, parameters, shared)
         return Held(parameters, buffers, counted, reducer)
+
+    def _agree(self, groups: Mapping[frozenset[int], dist.ProcessGroup | None]) -> None:
+        """Gives all holders of a tensor, in all replicas, the value of the first one."""
+        assert self.placement is not None
+        canonical = canonical_names(self._module)
+        for *_, name, tensor in state_items(self._module):
+            stages = self.placement.holders[canonical[name]]
+            group = groups.get(stages)
+            if canonical[name] == name and not is_elsewhere(tensor) and group is not None:
+                value = tensor.data.contiguous()
+                dist.broadcast(value, self._mesh.holder_ranks(stages)[0], group)
+                tensor.data.copy_(value)
+        if self._mesh.sizes.data > 1:
+            share_state(self._module, self._mesh, self._device)
 
     def go_on(self) -> None:
         """Moves what this rank still holds from an earlier run to the device again."""

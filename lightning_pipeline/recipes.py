@@ -61,6 +61,7 @@ class _Generator(NamedTuple):
     """Stands for a generator of random numbers that the user made."""
 
     seed: int
+    number: int
 
 
 class _Call(NamedTuple):
@@ -92,6 +93,7 @@ class Recipes:
         self._kept: dict[int, torch.UntypedStorage] = {}  # so that no number is given twice
         self._hidden: set[int] = set()  # storages that the module's code takes for real ones
         self._blank: dict[int, Tensor] = {}
+        self._generators: dict[int, tuple[torch.Generator, int]] = {}  # and how often one was used
 
     @contextmanager
     def watch(self, *, hide: bool = True) -> Iterator[None]:
@@ -244,7 +246,7 @@ class Recipes:
         self._calls.append(
             _Call(
                 function,
-                pytree.tree_unflatten(list(map(_stored, leaves)), spec),
+                pytree.tree_unflatten(list(map(self._stored, leaves)), spec),
                 tuple(None if x is None else Ref.of(x) for x in results),
                 touched,
                 frozenset(known),
@@ -253,6 +255,16 @@ class Recipes:
         )
         for storage in touched:
             self._of[storage].append(len(self._calls) - 1)
+
+    def _stored(self, leaf: Any) -> Any:
+        """An argument as it is kept: what is real may change before it is needed."""
+        if isinstance(leaf, torch.Generator):
+            _, number = self._generators.get(id(leaf), (leaf, 0))
+            self._generators[id(leaf)] = leaf, number + 1
+            return _Generator(leaf.initial_seed(), number)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return Ref.of(leaf) if _is_meta(leaf) else leaf.detach().to(_HOST, copy=True)
 
     def _read(self, function: Any, args: tuple[Any, ...]) -> Any:
         """An attribute of a tensor: where it is, is no business of a module's constructor."""
@@ -341,7 +353,7 @@ class _Made:
         if isinstance(leaf, Ref):
             return self.tensor(leaf)
         if isinstance(leaf, _Generator):
-            return torch.Generator().manual_seed(mix(seed, leaf.seed))
+            return torch.Generator().manual_seed(mix(leaf.seed, leaf.number))
         if isinstance(leaf, torch.device):
             return _HOST
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
@@ -365,15 +377,6 @@ def _without_value(x: Any) -> Any:
 
 def _is_stand_in(x: Any) -> bool:
     return isinstance(x, (Ref, _Generator))
-
-
-def _stored(leaf: Any) -> Any:
-    """An argument as it is kept: what is real may change before it is needed."""
-    if isinstance(leaf, torch.Generator):
-        return _Generator(leaf.initial_seed())
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return Ref.of(leaf) if _is_meta(leaf) else leaf.detach().to(_HOST, copy=True)
 
 
 @contextmanager

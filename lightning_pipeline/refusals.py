@@ -24,6 +24,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_pipeline.splitting import is_elsewhere, state_items
@@ -44,6 +45,32 @@ def check_uncut(module: LightningModule, kinds: tuple[type[torch.nn.Module], ...
                 f"{type(module).__name__} has no {kind.__name__}. Its blocks are of "
                 f"{', '.join(sorted(blocks)) or 'no class of its own'}: name one of these."
             )
+
+
+def check_memory(module: LightningModule) -> None:
+    """Refuses parameters that share memory without being one.
+
+    Raises:
+        MisconfigurationException: Naming two of them.
+    """
+    parts: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta or is_lazy(parameter) or not parameter.numel():
+            continue
+        if parameter.layout is not torch.strided:
+            continue
+        begin = parameter.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        end = begin + (reach + 1) * parameter.element_size()
+        key = parameter.untyped_storage().data_ptr()
+        for other_begin, other_end, other in parts.setdefault(key, []):
+            if begin < other_end and other_begin < end:
+                raise MisconfigurationException(
+                    f"{other!r} and {name!r} of {type(module).__name__} share memory, but are two "
+                    "parameters: on different ranks they would part. Tie them by assigning the "
+                    "parameter itself, e.g. head.weight = embedding.weight, and not its data."
+                )
+        parts[key].append((begin, end, name))
 
 
 def check_whole(module: LightningModule) -> None:

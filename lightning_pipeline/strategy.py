@@ -43,6 +43,7 @@ from lightning_pipeline.refusals import (
     check_callbacks,
     check_checkpoint_io,
     check_gathering,
+    check_memory,
     check_module,
     check_module_name,
     check_optimizers,
@@ -210,8 +211,8 @@ class PipelineStrategy(BuildingStrategy):
         if fitting:
             everything = self._layer_sync is not None and self.mesh.sizes.data > 1
             defers = self._options.deferred_batch_norm
-            self._pipeline.norms = Norms(module, self.mesh, everything, defers)
             self.setup_optimizers(trainer)
+            self._pipeline.norms = Norms(module, self.mesh, everything, defers)
         self.setup_precision_plugin()
         if fitting:
             self._norm = WholeNorm(self.mesh, self._what_is_held, self.root_device)
@@ -220,6 +221,7 @@ class PipelineStrategy(BuildingStrategy):
         """Refuses what cannot be run, before anything is changed."""
         check_module_name(module, self._options.module)
         check_precision(self.precision_plugin)
+        check_memory(module)
         self._check_deferred()
         if self._shards_checkpoints:
             check_checkpoint_io(self.checkpoint_io)
@@ -340,7 +342,7 @@ class PipelineStrategy(BuildingStrategy):
                 pipeline.place(step, args, fitting, self._show)
                 assert self._averages is not None
                 self._averages.release(pipeline.holders)
-            self._deferred = None
+            self._deferred = self._recipes = None
             self._load_held_state()
         return module, pipeline
 

@@ -124,6 +124,11 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118, it has no other iteration
             part = opened.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise MisconfigurationException(
+                    f"{name!r} in {str(path)!r} must be of one of the types "
+                    f"{', '.join(_DTYPES)}, but is {part.get_dtype()}. Save it as another type."
+                )
             dtype = _DTYPES[part.get_dtype()]
             tensors[name] = stand_in(tuple(part.get_shape()), dtype, partial(read, name))
     return tensors

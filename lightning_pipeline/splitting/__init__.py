@@ -17,7 +17,13 @@ from lightning_pipeline.splitting.placeholder import (
     release,
     restore,
 )
-from lightning_pipeline.splitting.program import ChangedSetting, Program
+from lightning_pipeline.splitting.program import (
+    ChangedSetting,
+    Constant,
+    Program,
+    is_same,
+    version_of,
+)
 from lightning_pipeline.splitting.record import record
 from lightning_pipeline.splitting.stage import StageFunction
 from lightning_pipeline.splitting.state import StateItem, canonical_names, state_items
@@ -27,6 +33,7 @@ __all__ = [
     "CUDA_RATES",
     "UNPLACED",
     "ChangedSetting",
+    "Constant",
     "ElsewhereBuffer",
     "ElsewhereError",
     "ElsewhereParameter",
@@ -40,6 +47,7 @@ __all__ = [
     "canonical_names",
     "cuts_at",
     "is_elsewhere",
+    "is_same",
     "partition",
     "partition_uniform",
     "record",
@@ -47,4 +55,5 @@ __all__ = [
     "repeated_blocks",
     "restore",
     "state_items",
+    "version_of",
 ]

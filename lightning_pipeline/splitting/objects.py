@@ -20,7 +20,10 @@ def open_dataclasses(tree: Any) -> None:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Tensor)):
             parts = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
             open_dataclasses(parts)
-            if any(isinstance(part, Tensor) for part in pytree.tree_leaves(parts)):
+            # What is no field, such as what __post_init__ adds, could not be put together again.
+            names = {field.name for field in dataclasses.fields(leaf)}
+            whole = getattr(leaf, "__dict__", {}).keys() <= names
+            if whole and any(isinstance(part, Tensor) for part in pytree.tree_leaves(parts)):
                 pytree.register_pytree_node(type(leaf), _take_apart, _put_together)
 
 

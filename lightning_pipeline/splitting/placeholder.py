@@ -75,7 +75,8 @@ class _Elsewhere(Tensor):
                 return _guarded(out, first) if name in GUARDED else out
         if name.startswith("_foreach_") and name.endswith("_"):
             return _update_each(func, args, kwargs)
-        if name.removesuffix("_") in UPDATES and "out" not in kwargs:
+        plain = name if name.endswith("__") else name.removesuffix("_")
+        if plain in UPDATES and "out" not in kwargs:
             return _update(func, name, args, kwargs)
         raise _error(name, (args, kwargs))
 
@@ -222,6 +223,8 @@ def _apart(operation: str, first: _Elsewhere, other: str) -> ElsewhereError:
 def _update_each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Updates the tensors of a list that are here, each by what stands in its place."""
     lists = [x for x in args if isinstance(x, (list, tuple))]
+    if not lists or any(isinstance(x, (list, tuple)) for x in kwargs.values()):
+        raise _error(func.__name__, (args, kwargs))
     rows = list(zip(*lists, strict=True))
     far = [any(map(is_elsewhere, row)) for row in rows]
     name = func.__name__.removeprefix("_foreach_")

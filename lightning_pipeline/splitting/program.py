@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeline.splitting.cost import Rates, seconds
 from lightning_pipeline.splitting.ir import Node, Value
@@ -13,6 +13,30 @@ from lightning_pipeline.splitting.liveness import Liveness
 
 PLAIN_TYPES = (bool, int, float, str)
 """Types of the module attributes that a recording burns in and that are cheap to compare."""
+
+
+def is_same(now: object, then: object) -> bool:
+    """Whether two plain values are equal; NaN is, although it says that it is not."""
+    return type(now) is type(then) and (now == then or (now != now and then != then))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor`` has been written to; -1 for one of inference, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Constant(NamedTuple):
+    """A tensor that is a plain attribute, and how often it had been written to."""
+
+    tensor: Tensor
+    version: int
+
+    def is_same(self, other: Constant) -> bool:
+        """Whether it is the same tensor, not written to in between."""
+        return self.tensor is other.tensor and self.version == other.version
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {tuple(self.tensor.shape)}"
 
 
 class ChangedSetting(NamedTuple):
@@ -106,8 +130,11 @@ class Program:
             if name not in modules:
                 modules[name] = self.module.get_submodule(name)
             now = modules[name].__dict__.get(attribute)
-            # NaN is equal to nothing, itself included
-            same = type(now) is type(then) and (now == then or (now != now and then != then))
+            if isinstance(then, Constant):
+                now = Constant(now, version_of(now)) if isinstance(now, Tensor) else now
+                same = isinstance(now, Constant) and now.is_same(then)
+            else:
+                same = is_same(now, then)
             if not same:
                 changed.append(ChangedSetting(name, attribute, then, now))
         return changed

@@ -21,7 +21,7 @@ from lightning_pipeline.splitting.cost import (
 )
 from lightning_pipeline.splitting.ir import StateRef
 from lightning_pipeline.splitting.profiler import Profiler
-from lightning_pipeline.splitting.program import PLAIN_TYPES, Program
+from lightning_pipeline.splitting.program import PLAIN_TYPES, Constant, Program, version_of
 from lightning_pipeline.splitting.recorder import Recorder
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import RecordingError
@@ -183,7 +183,7 @@ def _output(recorder: Recorder, leaf: Any) -> Any:
 
 
 def _settings(sandbox: Sandbox, recorder: Recorder) -> tuple[tuple[str, str, object], ...]:
-    """Plain attributes of all modules that the recording has looked into or passed by."""
+    """Attributes that are burnt in, of all modules that the recording looked into or passed by."""
     settings = []
     for child, attributes in sandbox.attributes:
         name = sandbox.names[id(child)]
@@ -195,6 +195,8 @@ def _settings(sandbox: Sandbox, recorder: Recorder) -> tuple[tuple[str, str, obj
             own = lightning and key.startswith("_")
             if type(value) in PLAIN_TYPES and key != "training" and not own:
                 settings.append((name, key, value))
+            elif isinstance(value, Tensor) and id(value) in recorder.tape.constants:
+                settings.append((name, key, Constant(value, version_of(value))))
     return tuple(settings)
 
 

@@ -95,6 +95,7 @@ class Tape:
 
     Attributes:
         stack: Dotted names of the opened modules that run at the moment.
+        constants: Identities of the tensors that were there before and are burnt in.
     """
 
     def __init__(self, sandbox: Sandbox, cost: CostMode) -> None:
@@ -104,6 +105,7 @@ class Tape:
         self.tensors: list[Tensor] = []
         self.stack: list[str] = []
         self.refs: dict[int, ValueRef | StateRef] = {}
+        self.constants: set[int] = set()
         for stand_in in sandbox.stand_ins.values():
             self.refs[id(stand_in)] = StateRef(sandbox.state_names[id(stand_in)])
 
@@ -165,6 +167,7 @@ class Tape:
         if ref is not None:
             return ref
         if not self.sandbox.is_lost(tensor):
+            self.constants.add(id(tensor))
             return tensor  # it existed before: a constant
         made_in = self.cost.made.get(id(tensor))
         source = f"submodule {made_in!r}" if made_in else "an operation that cannot be followed"

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.splitting import (
+    Constant,
     Program,
     ValueRef,
     canonical_names,
     record,
     state_items,
+    version_of,
 )
 from lightning_pipeline.splitting.ambient import ambient_settings
 from lightning_pipeline.splitting.torch_private import (
@@ -108,6 +110,10 @@ class Analysis:
         return pytree.tree_unflatten(map(leaf, program.output_metas), program.output_spec)
 
 
+class LeftBehind(SplitError):
+    """A module reads a tensor that the same step has left in one of its attributes."""
+
+
 class Analyst:
     """Recordings of a LightningModule's called modules.
 
@@ -118,6 +124,9 @@ class Analyst:
         leaves: Where earlier recordings of each called module stopped, shared with them, so that
             all recordings of a module have the same pieces.
         uncut: Classes of modules that stay in one piece.
+
+    Attributes:
+        fresh_from: Identities of the tensors that were attributes of modules before the step.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class Analyst:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
         self._memo: Cache[Analysis] = Cache(_CACHED_RECORDINGS)
+        self.fresh_from: frozenset[int] | None = None
         self.leaves, self.uncut = {} if leaves is None else leaves, uncut
 
     def ambient(self) -> tuple[Any, ...]:
@@ -191,6 +201,7 @@ class Analyst:
                 for where, attribute, value in program.settings
                 if (where in ran if where or name else attribute in read)
             )
+            self._refuse_fresh(program)
         except SplitError as error:
             if not name:
                 raise
@@ -214,6 +225,21 @@ class Analyst:
             [frozenset(names[entry] for entry in piece) for piece in program.reads],
             frozenset(names[entry] for piece in program.writes for entry in piece),
         )
+
+    def _refuse_fresh(self, program: Program) -> None:
+        """Refuses to burn in a tensor that the step itself has made an attribute.
+
+        Raises:
+            LeftBehind: Naming it.
+        """
+        for where, attribute, value in program.settings:
+            known = self.fresh_from
+            if isinstance(value, Constant) and known is not None and id(value.tensor) not in known:
+                raise LeftBehind(
+                    where,
+                    f"it reads the tensor {attribute!r}, which the step or a call of it has left",
+                    "Pass it to the forward as an argument to have the module cut",
+                )
 
     def _record_as_one(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -300,10 +326,11 @@ def _own_forward(module: nn.Module) -> Iterator[set[str]]:
 
 
 def plain_settings(module: nn.Module) -> tuple[Any, ...]:
-    """Plain attributes of all modules below, which a recording burns in."""
+    """Attributes of all modules below that a recording burns in: plain ones, and tensors by id."""
     return tuple(
-        (name, key, value)
+        (name, key, (id(value), version_of(value)) if isinstance(value, Tensor) else value)
         for name, child in module.named_modules()
         for key, value in child.__dict__.items()
-        if type(value) in (bool, int, float, str) and key != "training"
+        if (type(value) in (bool, int, float, str) and key != "training")
+        or isinstance(value, Tensor)
     )

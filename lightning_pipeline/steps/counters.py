@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.splitting import is_same
 
 _Place = tuple[str, str]  # dotted name of the module or helper, name of the attribute
 _FOREIGN = frozenset(
@@ -60,7 +61,7 @@ def _owners(module: LightningModule) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def changed(before: dict[_Place, float], after: dict[_Place, float]) -> set[_Place]:
     """Where a number is another one."""
-    return {place for place, value in after.items() if before.get(place, value) != value}
+    return {p for p, value in after.items() if not is_same(before.get(p, value), value)}
 
 
 def refuse_counters(

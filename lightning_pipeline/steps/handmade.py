@@ -31,11 +31,13 @@ class HandMade:
             own forward.
         stages: One module a stage. Each gets what the one before returns, a tuple as several
             arguments; the first gets the arguments of the call.
+        foreign: Modules in them that the LightningModule does not know.
     """
 
     module: LightningModule
     replaced: str
     stages: tuple[nn.Module, ...]
+    foreign: tuple[nn.Module, ...]
 
     @classmethod
     def of(cls, module: LightningModule, replaced: str | None, num_stages: int) -> HandMade | None:
@@ -63,7 +65,9 @@ class HandMade:
                 "by the argument num_stages, or pass on what a stage gets with nn.Identity()."
             )
         _check_state(module, stages, where)
-        return cls(module, replaced or "", tuple(stages))
+        known = set(module.modules())
+        foreign = {child for stage in stages for child in stage.modules()} - known
+        return cls(module, replaced or "", tuple(stages), tuple(foreign))
 
     @property
     def names(self) -> list[str]:
@@ -90,12 +94,10 @@ class HandMade:
 
     def _chain(self, *args: Any, **kwargs: Any) -> Any:
         training = self.module.get_submodule(self.replaced).training
-        known = set(self.module.modules())
+        for child in self.foreign:  # train() and eval() do not reach them
+            child.training = training
         out: Any = args
         for index, stage in enumerate(self.stages):
-            for child in stage.modules():
-                if child not in known:  # train() and eval() do not reach it
-                    child.training = training
             given = out if isinstance(out, tuple) else (out,)
             out = stage(*given, **kwargs) if index == 0 else stage(*given)
         return out

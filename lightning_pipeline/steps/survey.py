@@ -22,7 +22,7 @@ from lightning_pipeline.merging import Place, detached, numbers_in
 from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.objects import open_dataclasses
 from lightning_pipeline.splitting.torch_private import pytree
-from lightning_pipeline.steps.analyst import Analyst, signature_of
+from lightning_pipeline.steps.analyst import Analyst, LeftBehind, signature_of
 from lightning_pipeline.steps.attributes import (
     Path,
     Snapshot,
@@ -110,6 +110,12 @@ class _Surveyor:
         self.taint: Taint | None = None
         self.state: dict[str, Tensor] = {}
         self.logged: dict[str, Any] = {}
+        analyst.fresh_from = frozenset(
+            id(value)
+            for child in module.modules()
+            for value in child.__dict__.values()
+            if isinstance(value, Tensor)
+        )
 
     def _make_stand_ins(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
         """Ones for all parameters (without memory) and buffers, whether they are here or not."""
@@ -172,6 +178,8 @@ class _Surveyor:
             if name or error.depends_on_values:
                 raise with_ways_out(error, self.module, name) from error
             raise _LookThrough from error
+        if isinstance(found.reason, LeftBehind) and any(c.name == name for c in self.calls):
+            raise with_ways_out(found.reason, self.module, name) from found.reason
         call = Call(
             name,
             signature_of(args, kwargs),

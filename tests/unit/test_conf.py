@@ -62,6 +62,12 @@ def test_experiments_are_headed_by_their_command(name: str) -> None:
     ]
 
 
+def test_every_experiment_has_its_row_in_the_docs() -> None:
+    text = (ROOT / "docs" / "examples.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == EXPERIMENTS
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_what_experiments_advise_for_gpus_composes(name: str) -> None:
     text = (CONF / "experiment" / f"{name}.yaml").read_text().replace("\n# ", " ")

@@ -1,0 +1,122 @@
+"""Tensors that reach a module by another way than its arguments and parameters."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.distributed.fits import Script, distance
+from tests.distributed.ranks import RankFailed
+from tests.distributed.test_exactness import TOLERANCE, vectors
+from tests.models.modules import Perceptron
+
+
+class Modulated(nn.Module):
+    """Is given its condition as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.condition = nn.Linear(6, 6), nn.Linear(6, 6), None
+
+    def forward(self, x):
+        return x + self.second(self.first(x).tanh() * self.condition)
+
+
+class SetsAttribute(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Modulated()
+
+    def training_step(self, batch, batch_idx):
+        self.front.condition = batch[0][:, :1] * 2
+        return F.mse_loss(self.net(self.front(batch[0])), batch[1])
+
+
+class Cell(nn.Module):
+    """Remembers what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), None
+
+    def forward(self, x):
+        self.state = self.linear(x if self.state is None else x + self.state)
+        return self.state
+
+
+class Remembers(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def training_step(self, batch, batch_idx):
+        self.cell.state = None
+        self.cell(batch[0])
+        return F.mse_loss(self.net(self.cell(batch[0])), batch[1])
+
+
+class TiedData(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].weight.data = self.net[2].weight.data
+
+
+class NoNumber(Perceptron):
+    """Has an attribute that is equal to nothing, itself included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].best = float("nan")
+        self.net[0].register_forward_pre_hook(lambda module, args: setattr(module, "rows", 1.0))
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class HasOwnNorm(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(OwnNorm(3))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("model", [SetsAttribute, NoNumber])
+def test_equals_one_device(model, schedule):
+    script = Script(model, lambda: vectors(48), trainer={"limit_val_batches": 0})
+    expected = script.plain()
+    for run in script.pipelined(2, schedule=schedule, num_microbatches=4):
+        assert distance(run, expected) <= TOLERANCE
+
+
+REFUSED = {
+    "state of an earlier call": (Remembers, {}, "inside 'cell': it reads the tensor 'state'"),
+    "tied by data": (TiedData, {}, "'net.2.weight' and 'net.4.weight' of TiedData share memory"),
+    "forward of a norm": (HasOwnNorm, {"deferred_batch_norm": True}, "OwnNorm has one of its own"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    model, arguments, text = REFUSED[case]
+    script = Script(model, lambda: vectors(16), trainer={"limit_val_batches": 0})
+    with pytest.raises(RankFailed) as failure:
+        script.pipelined(2, **arguments)
+    assert re.search(text, str(failure.value))
+
+
+def test_update_by_what_is_subtracted_from():
+    from lightning_pipeline.errors import ElsewhereError
+    from lightning_pipeline.splitting import is_elsewhere, release
+
+    module = nn.Linear(2, 2)
+    release(module, (), {"weight": (1,), "bias": (1,)})
+    with torch.no_grad():
+        assert is_elsewhere(1 - module.weight)
+        with pytest.raises(ElsewhereError, match="weight"):
+            torch._foreach_lerp_(self=[module.weight], tensors1=[module.weight], weight=0.1)

@@ -339,6 +339,12 @@ class Recorder(TorchFunctionMode):
                     f"Write in place: `self.{attribute}.copy_(...)`",
                 )
         old = module.__dict__.get(attribute)
+        if attribute == "training" and old is not value:
+            raise self.tape.fail(
+                f"it switches {name or 'itself'!r} to {'train' if value else 'eval'} mode, which a "
+                "recording would not do",
+                "Do it in a hook, or override the LightningModule's train()",
+            )
         if type(old) in (int, float) and type(value) in (int, float) and old != value:
             raise self.tape.fail(
                 f"it changes the number {attribute!r} of {name or 'itself'!r} from {old} to "

@@ -30,7 +30,8 @@ class Call:
         output_spec: Structure of the output.
         outputs: Leaves of the output, a tensor as its TensorMeta, anything else as itself.
         cloned: Whether the step writes in place to the answer, which therefore is a copy.
-        ambient: Autograd and autocast state at the call differs from that of the step's start.
+        ambient: Autograd and autocast state, or modes and attributes of modules, at the call differ
+            from those of the step's start.
         reason: Why it cannot be recorded, if it cannot.
         trains: Whether a gradient may reach it.
     """

@@ -175,7 +175,8 @@ class _Contents:
             self.generators.append((value, _state_of(value)))
         elif isinstance(value, _CONTAINERS):
             seen.add(id(value))
-            if len(value) > _SMALL or (isinstance(value, np.ndarray) and value.size > _SMALL):
+            size = value.size if isinstance(value, np.ndarray) else len(value)
+            if size > _SMALL:
                 self.containers.append((value, len(value), where))
                 return
             content = _content(value)
@@ -375,12 +376,11 @@ class Recomputation:
         seen: set[int] = set()
         for index in values.scanned:
             place, value = values.layout.places[index], values.flat[index]
-            if place is None:
+            if place is None or place[0].is_metric:  # which is silent in the second run
                 continue
             owner, key = place
             if not isinstance(value, Tensor):
-                if not owner.is_metric:  # which is silent in the second run
-                    contents.add(value, self._name(owner, key), seen)
+                contents.add(value, self._name(owner, key), seen)
             elif type(value) is Tensor and not value.is_inference():
                 slots.append(self._slot(owner, key, value, is_new))
         kept = {id(slot.tensor) for slot in slots}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeline.batch import copied, leaves
 from lightning_pipeline.errors import PipelineError, SplitError, StepError
 from lightning_pipeline.merging import Place, detached, numbers_in
-from lightning_pipeline.splitting import canonical_names, state_items
+from lightning_pipeline.splitting import state_items
 from lightning_pipeline.splitting.objects import open_dataclasses
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Analyst, LeftBehind, signature_of
@@ -43,10 +43,11 @@ from lightning_pipeline.steps.checks import (
 )
 from lightning_pipeline.steps.counters import changed, numbers_of, refuse_counters
 from lightning_pipeline.steps.handmade import HandMade
+from lightning_pipeline.steps.leftovers import Leftovers, manner_of
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
-from lightning_pipeline.steps.taint import Taint
+from lightning_pipeline.steps.taint import Taint, first_uses
 
 
 @dataclass
@@ -105,11 +106,12 @@ class _Surveyor:
         self.versions: list[list[tuple[Tensor, int]]] = []
         self.arguments: list[list[Tensor]] = []
         self.leaves: list[list[Tensor]] = []
-        self.inside = False
+        self.inside, self.running = False, ""
         self._stand_ins = self._make_stand_ins()
         self.taint: Taint | None = None
         self.state: dict[str, Tensor] = {}
         self.logged: dict[str, Any] = {}
+        self.leftovers, self._manner = Leftovers(module), manner_of(module)
         analyst.fresh_from = frozenset(
             id(value)
             for child in module.modules()
@@ -140,6 +142,8 @@ class _Surveyor:
 
     def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for ``self.log``."""
+        if self.inside and self.running:
+            self.leftovers.logged_in = f"self.{self.running}"
         self.logged[name] = value
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
@@ -152,6 +156,7 @@ class _Surveyor:
             self.inside, self.taint.off = True, True
             self.show_stand_ins(False)
             try:
+                self.running = name
                 return self._call(name, module, forward, args, kwargs)
             finally:
                 self.inside, self.taint.off = False, False
@@ -171,6 +176,7 @@ class _Surveyor:
         refuse_checkpoint(name, module)
         open_dataclasses((args, kwargs))
         depends_on = self.taint.sources((args, kwargs))
+        self.leftovers.look((args, kwargs))
         given = [(t, t._version) for t in tensors((args, kwargs))]
         try:
             found = self.analyst.analyse(name, module, forward, args, kwargs)
@@ -188,14 +194,16 @@ class _Surveyor:
             found.cost,
             found.reads,
             found.writes,
-            self.analyst.ambient() != self._ambient,
+            self.analyst.ambient() != self._ambient or manner_of(self.module) != self._manner,
             found.reason,
         )
         if self.made_up:
             out = found.made_up_output(name, self.device)
         else:
             held = self.held()
+            self.leftovers.begin(name, module)
             out = found.see(forward(*args, **kwargs))
+            self.leftovers.end(name, module)
             # What a call binds anew is no doing of the step's own code.
             self.state |= {n: t for n, t in self.held().items() if held.get(n) is not t}
         if any(tensor._version != version for tensor, version in given):
@@ -291,6 +299,8 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         returned, error, uses = _observe(run, asked, batch, cut_at)
         assert run.taint is not None
         taint = run.taint
+        run.leftovers.look((returned, run.logged))
+        run.leftovers.refuse(asked.step)
         writes = own_writes(module, asked.step, run.calls, taint.written, taint.used, run.state)
         after = Snapshot.of(module)
         grown, assigned = before.grown(after, asked.step), before.assigned(after, uses)
@@ -324,7 +334,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
     is_unsure = run.taint.reads_values
     return Survey(
         calls=run.calls,
-        used=_first_uses(module, run.taint),
+        used=first_uses(module, run.taint),
         writes=writes,
         writes_batch=any(tensor._version != version for tensor, version in versions),
         grown=grown,
@@ -370,7 +380,7 @@ def _observe(
     changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
     returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)
-    run.taint = Taint(module, lambda: len(run.calls))
+    run.taint = Taint(module, lambda: len(run.calls), run.leftovers.look)
     try:
         eager = torch.compiler.set_stance("force_eager")  # what is compiled is run, not traced
         with eager, patched(changes), run.taint, attributes_noted(module) as uses:
@@ -386,11 +396,3 @@ def _observe(
 
 def _has_weight(returned: Any) -> bool:
     return isinstance(returned, Mapping) and returned.get("weight") is not None
-
-
-def _first_uses(module: LightningModule, taint: Taint) -> dict[str, int]:
-    canonical = canonical_names(module)
-    used: dict[str, int] = {}
-    for name, before in taint.used.items():
-        used[canonical[name]] = min(before, used.get(canonical[name], before))
-    return used

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.batch import leaves
-from lightning_pipeline.splitting import state_items
+from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.torch_private import storage_of
 from lightning_pipeline.steps.checks import refuse_own_gradient
 from lightning_pipeline.steps.pending import READS, tensors, writes_in_place
@@ -34,8 +34,11 @@ def _ignores(
 class Taint(TorchFunctionMode):
     """Follows, through the step's own code, which call's outputs a tensor comes from."""
 
-    def __init__(self, module: nn.Module, num_calls: Callable[[], int]) -> None:
+    def __init__(
+        self, module: nn.Module, num_calls: Callable[[], int], look: Callable[[Any], None]
+    ) -> None:
         super().__init__()
+        self._look = look
         self.off = False
         self.used: dict[str, int] = {}
         self.written: set[str] = set()
@@ -79,6 +82,7 @@ class Taint(TorchFunctionMode):
             self._note_write(args[0])  # before it, for made-up weights cannot be written to
         out = func(*args, **kwargs)
         if not self.off:
+            self._look((args, kwargs))
             self._note(name, args, kwargs, out)
         return out
 
@@ -103,3 +107,12 @@ class Taint(TorchFunctionMode):
             for tensor in given:
                 if id(tensor) in self._names:
                     self.used.setdefault(self._names[id(tensor)], self._num_calls())
+
+
+def first_uses(module: nn.Module, taint: Taint) -> dict[str, int]:
+    """What the step's own code uses, by canonical name, with the number of calls made before."""
+    canonical = canonical_names(module)
+    used: dict[str, int] = {}
+    for name, before in taint.used.items():
+        used[canonical[name]] = min(before, used.get(canonical[name], before))
+    return used

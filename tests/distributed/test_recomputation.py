@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 
 import lightning as L
@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from lightning_pipeline.errors import StepError
 from lightning_pipeline.options import recompute_of
 from lightning_pipeline.schedules import SCHEDULES
 from tests.distributed.fits import Script, distance
@@ -24,6 +25,7 @@ from tests.distributed.test_exactness import TOLERANCE, reference, script, vecto
 STEPS, MICROBATCHES = 2, 4
 FORWARDS: Counter[str] = Counter()
 AT_END_OF_BATCH: list[Counter[str]] = []
+BATCHES: list[int] = []
 
 
 class Block(nn.Module):
@@ -174,18 +176,268 @@ def test_precision_is_that_of_the_first_run():
             assert distance(runs[precision, "full"], runs[precision, "none"]) == 0.0
 
 
-class Sporadic(Block):
-    """Writes to its buffer from the second batch on."""
+class Stateful(nn.Module):
+    """Ends in something whose gradient needs what was computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.state = self.first()
+
+    def first(self):
+        return torch.zeros(())
 
     def forward(self, x):
-        if self.training and AT_END_OF_BATCH:
-            self.seen += 1
-        return x + self.inner(x) + np.random.rand()
+        y = self.linear(x) * (np.random.rand() + self.factor())  # so that it runs as it is
+        if self.training:
+            self.move(0.1 * x.detach().mean())
+        return (y * y).sin()
+
+    def factor(self):
+        return self.state.clone()
 
 
-def test_a_buffer_that_is_written_later_is_refused():
-    with pytest.raises(RankFailed, match="Sporadic wrote to its buffer 'seen', which its earlier"):
-        run_ranks(2, noisy(Sporadic), {"activation_checkpointing": [Sporadic]}, 2)
+class Conditioned(Stateful):
+    """The step sets its state before each call."""
+
+    def move(self, value):
+        pass
+
+
+class ConditionedInside(Conditioned):
+    """The step sets an entry of a dictionary before each call."""
+
+    def first(self):
+        return {}
+
+    def factor(self):
+        return self.state["it"]
+
+
+class WrittenByStep(Conditioned):
+    """The step writes to a tensor before each call."""
+
+
+class Written(Stateful):
+    """Writes to a tensor that is no buffer."""
+
+    def move(self, value):
+        self.state.copy_(value)
+
+
+class WrittenLarge(Written):
+    def first(self):
+        return torch.zeros(5, 2**12)
+
+    def factor(self):
+        return self.state[0, 0].clone()
+
+
+class Draws(Stateful):
+    """Draws from its own generators."""
+
+    def first(self):
+        return torch.Generator().manual_seed(3), np.random.default_rng(3), np.random.RandomState(3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.numpy, self.old = self.state
+
+    def factor(self):
+        return torch.rand((), generator=self.torch) + self.numpy.random() + self.old.rand()
+
+    def move(self, value):
+        pass
+
+
+class Appends(Stateful):
+    def first(self):
+        return []
+
+    def factor(self):
+        return 0.1 * len(self.state)
+
+    def move(self, value):
+        self.state.append(value)
+
+
+class AppendsToQueue(Appends):
+    def first(self):
+        return deque(maxlen=3)
+
+
+class SetsEntry(Stateful):
+    def first(self):
+        return {"a": [torch.zeros(())]}
+
+    def factor(self):
+        return self.state["a"][0]
+
+    def move(self, value):
+        self.state["a"][0] = value
+
+
+class WritesToArray(Stateful):
+    def first(self):
+        return np.zeros(2)
+
+    def factor(self):
+        return float(self.state[1])
+
+    def move(self, value):
+        self.state[1] = float(value)
+
+
+class FillsBuffer(Stateful):
+    """Fills a buffer that is none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filled", None, persistent=False)
+
+    def factor(self):
+        return 0 if self.filled is None else self.filled
+
+    def move(self, value):
+        self.filled = value
+
+
+class NewAttribute(Stateful):
+    """Makes an attribute in its first call."""
+
+    def factor(self):
+        return getattr(self, "memory", 0)
+
+    def move(self, value):
+        self.memory = value
+
+
+class Recurrent(Stateful):
+    """Goes on from what it computed before, with its graph."""
+
+    def first(self):
+        return None
+
+    def forward(self, x):
+        self.state = (
+            self.linear(x) + np.random.rand() + (0 if self.state is None else self.state.sin())
+        ).tanh()
+        return self.state.sin()
+
+
+class Skips(Stateful):
+    """Leaves out its norm in some calls, the first one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.inner = nn.Linear(8, 8)
+        self.inner.register_buffer("seen", torch.zeros(()))
+
+    def first(self):
+        return 0
+
+    def forward(self, x):
+        if np.random.rand() > 2 or (self.training and BATCHES[-1] % 2):
+            self.inner.seen += 0.1
+            return x + self.norm(self.inner(x)) * (1 + self.inner.seen)
+        return x + self.linear(x).tanh()
+
+
+KEEPING = [
+    *(Conditioned, ConditionedInside, WrittenByStep, Written, WrittenLarge, Draws, Appends),
+    *(AppendsToQueue, SetsEntry, WritesToArray, FillsBuffer, NewAttribute, Recurrent, Skips),
+]
+
+
+class Keeper(L.LightningModule):
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 8), kind(), nn.Linear(8, 3)
+        BATCHES.append(0)
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(self.block, ConditionedInside):
+            self.block.state["it"] = batch[0][:, :1]
+        elif isinstance(self.block, WrittenByStep):
+            self.block.state.copy_(batch[0].mean())
+        elif isinstance(self.block, Conditioned):
+            self.block.state = batch[0][:, :1]
+        x = self.first(batch[0])
+        if isinstance(self.block, Recurrent):
+            self.block.state = None
+            x = self.block(self.block(x))
+        return F.mse_loss(self.last(self.block(x)), batch[1])
+
+    def on_train_batch_end(self, *_):
+        BATCHES[-1] += 1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def of_each(kinds, manners):
+    """A run of each kind of block in each manner, or the message that it ends with."""
+    trainer = {"max_steps": 2, "limit_val_batches": 0}
+    runs = {}
+    for kind in kinds:
+        one = Script(partial(Keeper, kind), lambda: vectors(64), 32, trainer)
+        for manner in manners:
+            chosen = [kind] if manner == "classes" else manner
+            arguments = {"activation_checkpointing": chosen, "partition": ["block"]}
+            common = {"schedule": "GPipe", "num_microbatches": MICROBATCHES}
+            try:
+                runs[kind, manner] = one({**common, **arguments}, 2)
+            except StepError as error:
+                runs[kind, manner] = str(error)
+                break  # what the ranks have sent each other is of no use now
+    return runs
+
+
+def test_what_a_module_keeps_is_what_it_was():
+    for runs in run_ranks(2, of_each, KEEPING, ("none", "full")):
+        for (kind, manner), run in runs.items():
+            assert not isinstance(run, str), (kind, manner, run)
+            assert distance(run, runs[kind, "none"]) == 0.0, (kind, manner)
+
+
+class WritesInside(SetsEntry):
+    def move(self, value):
+        self.state["a"][0].copy_(value)
+
+    def factor(self):
+        return self.state["a"][0].clone()
+
+
+class Sporadic(WrittenLarge):
+    """Writes to its buffer from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.state
+        self.register_buffer("state", self.first())
+
+    def move(self, value):
+        if BATCHES[-1]:
+            self.state.copy_(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (WritesInside, "WritesInside: the attribute 'state' holds a tensor that was written to"),
+        (Sporadic, "Sporadic wrote to its buffer 'state', which its earlier calls did not"),
+    ],
+)
+def test_what_cannot_be_put_back_is_refused(kind, text):
+    with pytest.raises(RankFailed, match=text):
+        run_ranks(2, alone, kind)
+
+
+def alone(kind):
+    (found,) = of_each([kind], ("classes",)).values()
+    if isinstance(found, str):
+        raise StepError(found)
 
 
 def test_classes_that_the_model_has_not_are_refused():

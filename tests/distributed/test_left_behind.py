@@ -85,8 +85,69 @@ class HasOwnNorm(Perceptron):
         self.net.append(OwnNorm(3))
 
 
+class Penalised(nn.Module):
+    """Leaves a part of the loss behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.penalty = nn.Linear(6, 6), torch.zeros(())
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        self.penalty = y.square().mean()
+        return y
+
+
+class ReadsPenalty(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(Penalised(), Penalised())
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.net(self.front(batch[0])), batch[1])
+        return loss + sum(part.penalty for part in self.front)
+
+
+class LogsInside(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3].register_forward_hook(lambda module, args, out: self.log("mean", out.mean()))
+
+
+class Switches(nn.Module):
+    """Keeps a part in evaluation mode by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.linear = nn.Dropout(0.5), nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.drop.eval()
+        return self.linear(self.drop(x))
+
+
+class SwitchesInside(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, Switches())
+
+
+class SwitchesInStep(Perceptron):
+    """Stages that are strictly inside the call do as the step says as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(part for layer in self.net for part in (layer, nn.Dropout(0.5))))
+
+    def training_step(self, batch, batch_idx):
+        self.net.eval()
+        loss = super().training_step(batch, batch_idx)
+        self.net.train()
+        return loss
+
+
 @pytest.mark.parametrize("schedule", ["GPipe", "InterleavedZeroBubble"])
-@pytest.mark.parametrize("model", [SetsAttribute, NoNumber])
+@pytest.mark.parametrize("model", [SetsAttribute, NoNumber, SwitchesInside, SwitchesInStep])
 def test_equals_one_device(model, schedule):
     script = Script(model, lambda: vectors(48), trainer={"limit_val_batches": 0})
     expected = script.plain()
@@ -96,6 +157,12 @@ def test_equals_one_device(model, schedule):
 
 REFUSED = {
     "state of an earlier call": (Remembers, {}, "inside 'cell': it reads the tensor 'state'"),
+    "part of the loss": (
+        ReadsPenalty,
+        {},
+        "reads the tensor self.front.\d.penalty, which a",
+    ),
+    "log in a forward": (LogsInside, {}, "The forward of self.net logs"),
     "tied by data": (TiedData, {}, "'net.2.weight' and 'net.4.weight' of TiedData share memory"),
     "forward of a norm": (HasOwnNorm, {"deferred_batch_norm": True}, "OwnNorm has one of its own"),
 }

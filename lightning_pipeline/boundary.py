@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting.torch_private import FunctionBase, saves_otherwise
+
+if TYPE_CHECKING:
+    from lightning_pipeline.steps.pending import TensorMeta
 
 Node = torch.autograd.graph.Node
 
@@ -39,6 +43,22 @@ def cross(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor.detach().contiguous()
     return _Boundary.apply(tensor)
+
+
+def check_planned(stage: int, values: Sequence[Tensor], metas: Sequence[TensorMeta]) -> None:
+    """Refuses values that the next stage has no room for.
+
+    Raises:
+        StepError: Naming their shape.
+    """
+    for value, meta in zip(values, metas, strict=True):
+        if (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
+            raise StepError(
+                f"Stage {stage} makes {value.dtype} of shape {tuple(value.shape)} where "
+                f"{meta.dtype} of shape {meta.shape} was planned. The shapes that a step makes may "
+                "only depend on those of its batch: cut or pad the batch in the DataLoader or in "
+                "on_after_batch_transfer."
+            )
 
 
 def leaves_of(tensors: Iterable[Tensor]) -> set[int]:

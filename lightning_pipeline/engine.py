@@ -17,7 +17,7 @@ from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lightning_pipeline.actions import action_lists
-from lightning_pipeline.boundary import can_split, cross
+from lightning_pipeline.boundary import can_split, check_planned, cross
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
@@ -87,6 +87,7 @@ class _Body(nn.Module):
         if isinstance(out, Tensor):
             return out
         metas = work.boundary(self.index + 1, microbatch)
+        check_planned(self.index, out, metas)
         # A gradient comes back only where the plan says so.
         sent = [
             cross(value if meta.requires_grad else value.detach())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.errors import SplitError
+from lightning_pipeline.errors import SplitError, StepError
 from lightning_pipeline.splitting import Program
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Signature
@@ -69,3 +69,20 @@ class Call:
 
         flat = [leaf(position, known) for position, known in enumerate(self.outputs)]
         return pytree.tree_unflatten(flat, self.output_spec)
+
+    def other_arguments(self, given: Signature) -> StepError:
+        """The error for arguments that the module was not cut for."""
+        then = self.signature
+        shapes_alone = given[0] == then[0] and all(
+            old == new or isinstance(new, tuple) for old, new in zip(then[1], given[1], strict=True)
+        )
+        cure = (
+            "The shapes that a step makes may only depend on those of its batch: cut or pad the "
+            "batch in the DataLoader or in on_after_batch_transfer."
+            if shapes_alone
+            else "What a cut module gets besides tensors may not change from batch to batch: pass "
+            "it as a tensor."
+        )
+        return StepError(
+            f"{self.label} is called with {given[1]}; it was cut for {then[1]}. {cure}"
+        )

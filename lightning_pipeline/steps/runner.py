@@ -325,12 +325,9 @@ class Runner:
                     out = self._run(plan, index, forward, args, kwargs, progress)
                     self._finish(call, index, out, progress)
                 return
-            if signature_of(args, kwargs) != call.signature:
-                raise StepError(
-                    f"{call.label} is called with {signature_of(args, kwargs)[1]}; it was cut for "
-                    f"{call.signature[1]}. What a cut module gets besides tensors may not change "
-                    "from batch to batch: pass it as a tensor."
-                )
+            given = signature_of(args, kwargs)
+            if given != call.signature:
+                raise call.other_arguments(given)
             self._run_part(call, index, microbatch, progress, pytree.tree_leaves((args, kwargs)))
         finally:
             progress.busy = False

@@ -236,7 +236,14 @@ class CountsOnAModule(Refused):
         self.first.runs = 0
 
 
+class AnotherShape(Refused):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self.second(self.first(x.repeat(1 + batch_idx, 1)))[: len(x)], y)
+
+
 REFUSED = {
+    AnotherShape: r"makes .* of shape \(8, 8\) where .* \(4, 8\) was planned.*shapes that a step",
     FewerCalls: "made 1 of the 2 calls .* missing are self.second.*multiply their loss by 0",
     OtherOrder: "calls self.second as number 1; it was planned with 2.*self.first, self.second",
     DiffersByRank: "the arguments of self.first on stage 1 differ from those on the stage before",

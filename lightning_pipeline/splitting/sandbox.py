@@ -132,7 +132,7 @@ class Sandbox:
             _same_rng(self.device),
             _quiet(),
             torch.compiler.set_stance("force_eager"),
-            causal_masks_unread(),
+            causal_masks_unread(any(i.tensor.dtype == torch.float64 for i in self.items)),
             _watched(watcher, self.module),
         ):
             try:

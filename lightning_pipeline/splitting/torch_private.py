@@ -112,10 +112,21 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def causal_masks_unread() -> Iterator[None]:
-    """Keep nn.Transformer from comparing its masks with a causal one, to use another kernel."""
+def causal_masks_unread(double: bool) -> Iterator[None]:
+    """Keep nn.Transformer from comparing its masks with a causal one, to use another kernel.
+
+    Args:
+        double: Whether there are weights in double precision. On a CPU attention misreads a mask
+            of another precision then, unless it is known to be causal (torch 2.13).
+    """
     detect = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+
+    def unread(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if double and mask is not None and mask.dtype not in (torch.bool, torch.float64):
+            return detect(mask, is_causal, size)
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = unread
     try:
         yield
     finally:

@@ -90,6 +90,8 @@ class Drawn(nn.Module):
         generator = torch.Generator().manual_seed(3)
         nn.init.normal_(self.e.weight, generator=generator)
         nn.init.normal_(self.f.weight, generator=generator)
+        self.g = nn.Linear(9, 9)
+        nn.init.normal_(self.g.weight, generator=torch.Generator().manual_seed(3))
 
 
 def test_random_values_depend_on_names_and_seed_alone():
@@ -104,11 +106,18 @@ def test_random_values_depend_on_names_and_seed_alone():
     whole, part, other = states
     assert part.keys() == {"a.weight", "b.bias", "d.weight"}
     assert all(whole[name].equal(tensor) for name, tensor in part.items())
-    assert not any(whole[n].equal(other[n]) for n in whole if n not in ("c.weight",))
+    seeded = {
+        "c.weight",
+        "e.weight",
+        "f.weight",
+        "g.weight",
+    }  # by nothing, and by a generator of its own
+    assert {n for n in whole if whole[n].equal(other[n])} == seeded
     assert torch.allclose(whole["a.weight"] @ whole["a.weight"].T, torch.eye(40), atol=1e-5)
     assert 0.015 < whole["b.weight"].std() < 0.025
     assert whole["c.weight"].sum() == 3 and (whole["d.weight"] == 0).sum() == 50
     assert not whole["e.weight"].equal(whole["f.weight"])
+    assert whole["e.weight"].equal(whole["g.weight"])  # the same seed, the same draw
 
 
 class Outside(nn.Module):

@@ -111,7 +111,7 @@ def test_random_values_depend_on_names_and_seed_alone():
         "e.weight",
         "f.weight",
         "g.weight",
-    }  # by nothing, and by a generator of its own
+    }  # not by the run
     assert {n for n in whole if whole[n].equal(other[n])} == seeded
     assert torch.allclose(whole["a.weight"] @ whole["a.weight"].T, torch.eye(40), atol=1e-5)
     assert 0.015 < whole["b.weight"].std() < 0.025

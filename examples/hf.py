@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from torchmetrics.classification import MulticlassAccuracy
+
+from .text import LanguageModel
 
 Batch = tuple[Tensor, Tensor]
 EXTRA = (
@@ -21,7 +20,7 @@ EXTRA = (
 )
 
 
-class CausalLM(L.LightningModule):
+class CausalLM(LanguageModel):
     """A language model whose weights are random or from a folder or hub, and its adapters.
 
     Args:
@@ -52,9 +51,8 @@ class CausalLM(L.LightningModule):
         learning_rate: float = 5e-3,
         save_to: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate)
         self.save_hyperparameters(ignore="save_to")
-        self.learning_rate = learning_rate
         self.save_to = save_to
         self.model = language_model(base, vocabulary, width, depth, heads)
         if rank:
@@ -64,34 +62,6 @@ class CausalLM(L.LightningModule):
     def forward(self, codes: Tensor) -> Tensor:
         """Maps codes (batch, block) to logits (batch, block, vocabulary) of the next code."""
         return self.model(input_ids=codes, use_cache=False).logits
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        codes, targets = batch
-        loss = F.cross_entropy(self(codes).flatten(0, 1), targets.flatten())
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        codes, targets = batch
-        logits = self(codes).flatten(0, 1)
-        self.val_accuracy(logits, targets.flatten())
-        loss = F.cross_entropy(logits, targets.flatten())
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
-        self.log("val_acc", self.val_accuracy, prog_bar=True)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        codes, targets = batch
-        loss = F.cross_entropy(self(codes).flatten(0, 1), targets.flatten())
-        self.log("test_loss", loss, sync_dist=True)
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch[0]).argmax(dim=-1)
-
-    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[CosineAnnealingLR]]:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate)
-        epochs = max(self.trainer.max_epochs or 1, 1)
-        return [optimizer], [CosineAnnealingLR(optimizer, T_max=epochs)]
 
     def on_fit_end(self) -> None:
         if self.save_to is not None and self.trainer.is_global_zero:

@@ -12,6 +12,51 @@ from torchmetrics.classification import MulticlassAccuracy
 Batch = tuple[Tensor, Tensor]
 
 
+class LanguageModel(L.LightningModule):
+    """Cross entropy of the next code, accuracy and AdamW with a cosine schedule.
+
+    Args:
+        learning_rate: Where the cosine schedule begins; it ends at zero after the last epoch.
+
+    Attributes:
+        val_accuracy: Made by the networks, which know how many codes there are.
+    """
+
+    val_accuracy: MulticlassAccuracy
+
+    def __init__(self, learning_rate: float) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        codes, targets = batch
+        loss = F.cross_entropy(self(codes).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        codes, targets = batch
+        logits = self(codes).flatten(0, 1)
+        self.val_accuracy(logits, targets.flatten())
+        loss = F.cross_entropy(logits, targets.flatten())
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val_acc", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        codes, targets = batch
+        loss = F.cross_entropy(self(codes).flatten(0, 1), targets.flatten())
+        self.log("test_loss", loss, sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(dim=-1)
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[CosineAnnealingLR]]:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate)
+        epochs = max(self.trainer.max_epochs or 1, 1)
+        return [optimizer], [CosineAnnealingLR(optimizer, T_max=epochs)]
+
+
 class Block(nn.Module):
     """Causal self-attention and a perceptron, each behind a norm and beside a skip.
 
@@ -47,7 +92,7 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-class GPT(L.LightningModule):
+class GPT(LanguageModel):
     """A decoder-only transformer (Radford et al. 2019) whose embedding is also its last layer.
 
     Args:
@@ -70,9 +115,8 @@ class GPT(L.LightningModule):
         dropout: float = 0.0,
         learning_rate: float = 2e-3,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate)
         self.save_hyperparameters()
-        self.learning_rate = learning_rate
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(block_size, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
@@ -91,30 +135,3 @@ class GPT(L.LightningModule):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        codes, targets = batch
-        loss = F.cross_entropy(self(codes).flatten(0, 1), targets.flatten())
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        codes, targets = batch
-        logits = self(codes).flatten(0, 1)
-        self.val_accuracy(logits, targets.flatten())
-        loss = F.cross_entropy(logits, targets.flatten())
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
-        self.log("val_acc", self.val_accuracy, prog_bar=True)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        codes, targets = batch
-        loss = F.cross_entropy(self(codes).flatten(0, 1), targets.flatten())
-        self.log("test_loss", loss, sync_dist=True)
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch[0]).argmax(dim=-1)
-
-    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[CosineAnnealingLR]]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        epochs = max(self.trainer.max_epochs or 1, 1)
-        return [optimizer], [CosineAnnealingLR(optimizer, T_max=epochs)]

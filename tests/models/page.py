@@ -30,9 +30,14 @@ def row(name: str, model: Model) -> str:
 
 
 def table() -> list[str]:
-    """Lines of the table, by library, in the order of the zoo."""
+    """Lines of the table: by library, then by file, then as they stand there.
+
+    The zoo's own order is that in which its files happened to be imported.
+    """
     order = ["transformers", "timm", "torch"]
-    items = sorted(ZOO.items(), key=lambda item: order.index(item[1].library))
+    items = sorted(
+        ZOO.items(), key=lambda item: (order.index(item[1].library), item[1].make.__module__)
+    )
     return [*HEAD, *(row(name, model) for name, model in items)]
 
 

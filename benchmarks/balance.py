@@ -68,7 +68,14 @@ def t5() -> Call:
     import transformers as hf
 
     config = hf.T5Config(
-        d_model=192, d_kv=48, d_ff=768, num_layers=4, num_heads=4, vocab_size=4000, use_cache=False
+        d_model=192,
+        d_kv=48,
+        d_ff=768,
+        num_layers=4,
+        num_heads=4,
+        vocab_size=4000,
+        decoder_start_token_id=0,
+        use_cache=False,
     )
     kwargs = {"input_ids": torch.randint(4000, (4, 128)), "labels": torch.randint(4000, (4, 48))}
     return hf.T5ForConditionalGeneration(config), (), kwargs
@@ -242,8 +249,7 @@ class Part:
 
     def run(self) -> tuple[Any, ...]:
         """Forward and backward, timed; gives what the next part receives."""
-        for parameter in self._function.program.module.parameters():
-            parameter.grad = None
+        # As for all microbatches but the first of a batch: weights have gradients to add to.
         for x in self._carried:
             x.grad = None
         start = time.thread_time()

@@ -1,10 +1,10 @@
-"""What a forward costs: FLOPs, bytes, seconds by roofline, and which modules are worth opening."""
+"""What a forward costs: work of several kinds, seconds, and which modules are worth opening."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -20,22 +20,26 @@ from lightning_pipeline.splitting.torch_private import (
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of a device. Only the ratio matters for where a model is cut.
+    """Speed of a device. Only the ratios matter for where a model is cut.
 
     Args:
         flops: Floating-point operations per second that a large matrix product reaches.
         bytes: Bytes per second that an elementwise operation moves.
+        elements: Elements per second of the operations that a CPU does one element at a time.
+        launch: Seconds that any operation takes, however small.
     """
 
     flops: float
     bytes: float
+    elements: float
+    launch: float
 
 
-CPU_RATES = Rates(flops=5e10, bytes=1e10)
-"""One core of a current server in float32."""
+CPU_RATES = Rates(flops=1.1e11, bytes=1.3e10, elements=1.5e8, launch=8e-6)
+"""One core of a current server (AVX-512) in float32, fitted to ``benchmarks/balance.py``."""
 
-CUDA_RATES = Rates(flops=4e14, bytes=2e12)
-"""A current data-centre GPU in bfloat16."""
+CUDA_RATES = Rates(flops=4e14, bytes=2e12, elements=2e11, launch=5e-6)
+"""A current data-centre GPU in bfloat16, by its data sheet."""
 
 OPENING_SHARE = 0.06
 """A module is opened only if its share of the cost exceeds this number over the stages."""
@@ -61,9 +65,61 @@ def default_rates(device: torch.device) -> Rates:
     return CPU_RATES if device.type == "cpu" else CUDA_RATES
 
 
-def seconds(flops: float, nbytes: float, rates: Rates) -> float:
-    """Time of an operation as the sum of computing and moving data, both at full rate."""
-    return flops / rates.flops + nbytes / rates.bytes
+@dataclass(frozen=True)
+class Work:
+    """Amounts of what takes time.
+
+    Attributes:
+        flops: Floating-point operations of matrix products and convolutions.
+        bytes: Bytes that are read and written.
+        elements: Random numbers drawn, and elements that the windows of pooling go through.
+        launches: Operations of ATen but for views.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    elements: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def seconds(self, rates: Rates) -> float:
+        """Time if nothing overlaps."""
+        return (
+            self.flops / rates.flops
+            + self.bytes / rates.bytes
+            + self.elements / rates.elements
+            + self.launches * rates.launch
+        )
+
+
+def backward_work(forward: Work, gradients: int, accumulated: float) -> Work:
+    """What the backward of an operation does.
+
+    A matrix product takes as many FLOPs again for each gradient, while other operations read and
+    write once more what their forward did, for all gradients together. What was drawn is kept.
+
+    Args:
+        forward: What its forward did.
+        gradients: For how many of its two operands, input and weight, a gradient is computed.
+        accumulated: Bytes of the weights whose gradients are added to those of other microbatches.
+    """
+    if not gradients:
+        return Work()
+    return Work(
+        gradients * forward.flops,
+        forward.bytes + ACCUMULATION * accumulated,
+        0.0,
+        gradients * forward.launches,
+    )
+
+
+ACCUMULATION = 3
+"""Times that a gradient is moved to add it to another: both are read, one is written."""
 
 
 def rnn_flops(input: Tensor, weights: Any, *rest: Any) -> float:
@@ -77,13 +133,16 @@ def rnn_flops(input: Tensor, weights: Any, *rest: Any) -> float:
     return 2.0 * matrices * math.prod(input.shape[:2])
 
 
+GATHERS = ("embedding", "index_select")
+WINDOWS = ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "_adaptive_avg_pool")
 RNN_OPERATIONS = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 
 
 class CostMode(TorchDispatchMode):
-    """Sums the FLOPs and bytes of every operation of ATen that runs below it.
+    """Sums the work of every operation of ATen that runs below it.
 
     Attributes:
+        work: What was done so far.
         random: Whether a random operation ran since this was last set to False.
         written: Storages that operations wrote to, by their schema.
         inside: Names of the submodules that run at the moment, innermost last.
@@ -92,7 +151,7 @@ class CostMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.bytes = 0.0
+        self.work = Work()
         self.random = False
         self.written: set[int] = set()
         self.inside: list[str] = []
@@ -111,9 +170,7 @@ class CostMode(TorchDispatchMode):
                 self.made[id(tensor)] = self.inside[-1]
         self._note_writes(func, args, kwargs)
         if not func.is_view and func.namespace != "prim":  # those ask for a device or a size
-            self.flops += _flops(func, args, kwargs, out)
-            touched = _tensors((args, tuple(kwargs.values()), out))
-            self.bytes += sum(t.numel() * t.element_size() for t in touched)
+            self.work += _work(func, args, kwargs, out)
         return out
 
     def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict) -> None:
@@ -137,6 +194,27 @@ def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def _work(func: Any, args: tuple[Any, ...], kwargs: dict, out: Any) -> Work:
+    name = func._overloadpacket.__name__
+    read = [*_tensors((args, tuple(kwargs.values())))]
+    made = [*_tensors((out,))]
+    if name.startswith("empty") or name == "new_empty":
+        return Work()
+    if name in GATHERS:  # the rows that are taken, not the table
+        read = [*made, *read[1:]]
+    elements = 0.0
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        elements = sum(t.numel() for t in made)
+    elif name.startswith(WINDOWS):
+        window = args[1] if "adaptive" not in name and isinstance(args[1], (list, tuple)) else ()
+        elements = max(made[0].numel() * math.prod(window or (1,)), read[0].numel())
+    if name == "convolution":  # libraries bring its weight into an order of their own
+        read += 2 * [read[1]]
+    nbytes = sum(t.numel() * t.element_size() for t in (*read, *made))
+    launches = read[0].shape[0] if name == "mkldnn_rnn_layer" else 1  # one for each time step
+    return Work(_flops(func, args, kwargs, out), nbytes, elements, launches)
+
+
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict, out: Any) -> float:
     packet = func._overloadpacket
     name = packet.__name__
@@ -158,23 +236,20 @@ class Profile:
     """Cost of one forward by module.
 
     Attributes:
-        flops: FLOPs of each called module with all that it calls, by dotted name.
-        bytes: The same in bytes.
+        work: What each called module did with all that it calls, by dotted name.
         whole: Modules that must not be opened, with the reason.
     """
 
-    flops: dict[str, float] = field(default_factory=dict)
-    bytes: dict[str, float] = field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, flops: float, nbytes: float) -> None:
+    def add(self, name: str, work: Work) -> None:
         """Count one call of the module ``name``."""
-        self.flops[name] = self.flops.get(name, 0.0) + flops
-        self.bytes[name] = self.bytes.get(name, 0.0) + nbytes
+        self.work[name] = self.work.get(name, Work()) + work
 
     def seconds(self, name: str, rates: Rates) -> float:
         """Time of all calls of the module ``name``."""
-        return seconds(self.flops[name], self.bytes[name], rates)
+        return self.work[name].seconds(rates)
 
 
 def reason_to_stay_whole(module: nn.Module) -> str | None:
@@ -212,7 +287,7 @@ def choose_leaves(
 
     def visit(name: str, child: nn.Module) -> None:
         # a module that is never called itself (a ModuleList) has no cost of its own
-        small = name in profile.flops and profile.seconds(name, rates) <= limit
+        small = name in profile.work and profile.seconds(name, rates) <= limit
         whole = name in profile.whole or reason_to_stay_whole(child) is not None
         if name and (small or whole or not any(True for _ in child.children())):
             leaves.add(name)

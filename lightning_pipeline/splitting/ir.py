@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipeline.splitting.cost import Work
+
 
 @dataclass(frozen=True)
 class ValueRef:
@@ -80,8 +82,7 @@ class Node:
     location: tuple[str, int] | None
     outputs: list[tuple[int, int]] = field(default_factory=list)
     ambient: tuple[tuple[str, Any], ...] = ()
-    flops: float = 0.0
-    bytes: float = 0.0
+    work: Work = field(default_factory=Work)
     random: bool = False
     has_hooks: bool = False
     writes: frozenset[int] = frozenset()

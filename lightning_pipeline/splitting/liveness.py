@@ -53,10 +53,10 @@ class Liveness:
         for value_id in self.inputs:
             # an input that is written in place differs from what the other stages have
             self.values[value_id].local = self.values[value_id].storage not in self.dirty
-        limit = LOCAL_FLOPS_SHARE * (sum(node.flops for node in self.nodes) or 1.0)
+        limit = LOCAL_FLOPS_SHARE * (sum(node.work.flops for node in self.nodes) or 1.0)
         for node in self.nodes:
             node.local = (
-                node.flops < limit
+                node.work.flops < limit
                 and self._is_pure(node)
                 and not (set(node.state) & (parameters | self.dirty_state))
                 and all(self.values[value].local for value in node.operands)

@@ -41,7 +41,7 @@ class Profiler:
             raise
         except Exception as error:
             raise self._root_error(error) from error
-        self.profile.add("", self.cost.flops, self.cost.bytes)
+        self.profile.add("", self.cost.work)
         return out
 
     def on_call(
@@ -52,7 +52,7 @@ class Profiler:
         if name is None or self.quiet or self.stack[-1] == name:
             return original(module, *args, **kwargs)
         self._note_checkpoint(module)
-        flops, nbytes = self.cost.flops, self.cost.bytes
+        before = self.cost.work
         self.stack.append(name)
         try:
             return original(module, *args, **kwargs)
@@ -63,7 +63,7 @@ class Profiler:
             return self._trial(original, module, args, kwargs, error)
         finally:
             self.stack.pop()
-            self.profile.add(name, self.cost.flops - flops, self.cost.bytes - nbytes)
+            self.profile.add(name, self.cost.work - before)
 
     def on_function(
         self, original: Callable[..., Any], function: type, args: tuple, kwargs: dict

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipeline.splitting.cost import Rates, seconds
+from lightning_pipeline.splitting.cost import Rates, backward_work
 from lightning_pipeline.splitting.ir import Node, Value
 from lightning_pipeline.splitting.liveness import Liveness
 
@@ -107,20 +107,25 @@ class Program:
         self.num_pieces = len(self.pieces)
         placed = [nodes[index] for index in self.pieces]
         self.piece_names = [node.name for node in placed]
-        trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        self.cost = np.array([self._seconds(node, rates, trained) for node in placed], float)
+        sizes = {
+            name: p.numel() * p.element_size()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+        self.cost = np.array([self._seconds(node, rates, sizes) for node in placed], float)
         nbytes = [sum(values[value].nbytes for value in alive) for alive in self.live]
         self.bytes_at = np.array(nbytes, float)
 
-    def _seconds(self, node: Node, rates: Rates, trained: set[str]) -> float:
-        """Forward time, times one more for each of the two gradients that backward computes."""
+    def _seconds(self, node: Node, rates: Rates, trained: dict[str, int]) -> float:
+        """Time of forward and backward; ``trained`` are the bytes of weights with gradients."""
         values = self.values
-        factor = 1
+        work, gradients = node.work, 0
         if any(values[value].requires_grad for _, value in node.outputs) or node.writes:
+            weights = [trained[name] for name in node.state if name in trained]
             to_inputs = any(values[value].requires_grad for value in node.operands)
-            to_weights = any(name in trained for name in node.state)
-            factor = 1 + to_inputs + (to_weights or not node.state)
-        return factor * seconds(node.flops, node.bytes, rates)
+            gradients = to_inputs + bool(weights or not node.state)
+            work = work + backward_work(node.work, gradients, sum(weights))
+        return work.seconds(rates)
 
     def changed_settings(self) -> list[ChangedSetting]:
         """Plain attributes of opened modules that differ from those at the recording."""

@@ -66,7 +66,7 @@ class Before:
         leaves = pytree.tree_leaves((args, kwargs))
         self.tensors = [t for t in leaves if isinstance(t, Tensor)]
         self.marks = [mark(t) for t in self.tensors]
-        self.cost, self.flops, self.bytes = cost, cost.flops, cost.bytes
+        self.cost, self.work = cost, cost.work
         cost.random = False
         cost.written.clear()
 
@@ -195,8 +195,7 @@ class Tape:
         written = before.written()
         self._note_writes(node, written)
         node.random |= self.cost.random
-        node.flops = self.cost.flops - before.flops
-        node.bytes = self.cost.bytes - before.bytes
+        node.work = self.cost.work - before.work
         leaves, spec = pytree.tree_flatten(out)
         known = {id(t) for t in before.tensors}
         dirty = {storage_of(t) for t in written}

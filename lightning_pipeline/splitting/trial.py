@@ -103,14 +103,14 @@ def _two_runs(run_once: Callable[..., Any], cost: CostMode) -> list[Any]:
     """Outputs of two runs, with different whole numbers if the module takes more than one."""
     outs: list[Any] = []
     taken, refused = 0, None
-    before = cost.flops, cost.bytes
+    before = cost.work
     for integer in INTEGERS:
         try:
             outs.append(run_once(integer, integer, nullcontext() if outs else cost))
         except Exception as error:
             refused = refused or error
             if not outs:
-                cost.flops, cost.bytes = before
+                cost.work = before
         else:
             if len(outs) == 2:
                 return outs

@@ -45,19 +45,31 @@ def test_program_of_a_chain() -> None:
     assert program.leaves == {"layers.0", "layers.1"}
 
 
-def test_cost_is_roofline_and_counts_the_gradients_that_are_computed() -> None:
+def test_cost_is_a_sum_of_rates_and_counts_the_gradients_that_are_computed() -> None:
     model, rows = Chain(2), 8
     x = torch.randn(rows, WIDTH)
     trained = record(model, (x,), {}, num_stages=2)
     with torch.no_grad():
         evaluated = record(model, (x,), {}, num_stages=2)
     flops = 2 * rows * WIDTH * WIDTH
-    nbytes = 4 * (2 * rows * WIDTH + WIDTH * WIDTH + WIDTH)
-    forward = flops / CPU_RATES.flops + nbytes / CPU_RATES.bytes
-    assert evaluated.cost[0] == pytest.approx(forward)
+    weights = 4 * (WIDTH * WIDTH + WIDTH)
+    nbytes = 4 * 2 * rows * WIDTH + weights
+    product = flops / CPU_RATES.flops + CPU_RATES.launch
+    moved = nbytes / CPU_RATES.bytes
+    added = 3 * weights / CPU_RATES.bytes  # to the gradients of other microbatches
+    assert evaluated.cost[0] == pytest.approx(product + moved)
     # the first layer's input needs no gradient
-    assert trained.cost[0] == pytest.approx(2 * forward)
-    assert trained.cost[2] == pytest.approx(3 * forward)
+    assert trained.cost[0] == pytest.approx(2 * product + 2 * moved + added)
+    assert trained.cost[2] == pytest.approx(3 * product + 2 * moved + added)
+
+
+def test_cost_knows_what_is_slow_on_a_cpu() -> None:
+    x = torch.randn(2, 3, 16, 16)
+    pooled = record(nn.MaxPool2d(4), (x,), {}, num_stages=1)
+    dropped = record(nn.Dropout(), (x,), {}, num_stages=1)
+    assert pooled.nodes[0].work.elements == dropped.nodes[0].work.elements == x.numel()
+    table = record(nn.Embedding(1000, 8), (torch.arange(4),), {}, num_stages=1)
+    assert table.nodes[0].work.bytes == 2 * 4 * 8 * 4 + 4 * 8  # four rows and their numbers
 
 
 @pytest.mark.parametrize("name", ["GPT", "LSTMs", "Experts", "BufferWrites", "CollectedByHooks"])

@@ -1,11 +1,14 @@
-"""Cost of a step when batches have 20 lengths by turns, over that of one length.
+"""Cost of a step when batches have 20 lengths by turns, over steps of one length.
 
-    python benchmarks/shapes.py [--schedule 1F1B] [--pairs 8]
+    python benchmarks/shapes.py [--schedule 1F1B] [--pairs 6]
 
-A GPT of eight blocks on two ranks. Every length is seen once; then blocks of 20 steps alternate:
-all at the mean length, and the 20 lengths in a new order each time, which are as many tokens. Their
-ratio is taken pair by pair, of wall time and of the ranks' CPU time, and the median is printed,
-next to what a new length costs when it is first seen. A line of JSON ends the output.
+A GPT of eight blocks on two ranks. Every length is seen once; then three kinds of rounds alternate,
+100 steps each and all with as many tokens: *mixed*, the 20 lengths five times in a new order each
+time; *runs*, each length five times in a row; *one*, all at the mean length. Mixed over runs is
+what changing shapes costs, for both compute the same; mixed over one has in it what lengths that
+suit the CPU's vectors less cost on one device, too. Ratios are taken round by round, of wall time
+and of the ranks' CPU time, and their median is printed, next to what a new length costs when it is
+first seen. A line of JSON ends the output.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ from torch.utils.data import DataLoader
 from lightning_pipeline import PipelineStrategy
 
 RANKS, ROWS, MICROBATCHES, WIDTH, BLOCKS, WORDS = 2, 8, 4, 128, 8, 512
-MEAN = 64
-LENGTHS = range(MEAN - 19, MEAN + 20, 2)
+MEAN, REPEATS = 64, 5
+LENGTHS = range(MEAN - 38, MEAN + 39, 4)
+KINDS = ("mixed", "runs", "one")
 
 
 class Block(nn.Module):
@@ -85,12 +89,14 @@ class Timed(L.LightningModule):
 
 
 def order_of_lengths(pairs: int) -> list[int]:
-    """Length of every step: each once, the mean twice, then ``pairs`` times fixed and mixed."""
-    shuffled, steps = list(LENGTHS), [MEAN, MEAN, *LENGTHS]
+    """Length of every step: each once, the mean twice, then ``pairs`` rounds of each kind."""
+    steps = [MEAN, MEAN, *LENGTHS]
     draw = random.Random(0)
     for _ in range(pairs):
-        draw.shuffle(shuffled)
-        steps += [MEAN] * len(LENGTHS) + shuffled
+        for _ in range(REPEATS):
+            steps += draw.sample(LENGTHS, len(LENGTHS))
+        steps += [length for length in LENGTHS for _ in range(REPEATS)]
+        steps += [MEAN] * REPEATS * len(LENGTHS)
     return steps
 
 
@@ -121,29 +127,33 @@ def main() -> None:
     """Prints the ratio and the cost of a new length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", default="1F1B")
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=6)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, asked.schedule, asked.pairs)
         mp.start_processes(rank_main, arguments, RANKS, start_method="fork")  # type: ignore[no-untyped-call]
         ranks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(RANKS)]
     found: dict[str, Any] = {"schedule": asked.schedule, "pairs": asked.pairs}
-    for kind, clock in enumerate(("wall", "cpu")):
-        times = [sum(step[kind] for step in steps) for steps in zip(*ranks, strict=True)]
+    for column, clock in enumerate(("wall", "cpu")):
+        times = [sum(step[column] for step in steps) for steps in zip(*ranks, strict=True)]
         times = [t / RANKS for t in times] if clock == "wall" else times
-        warm, count = 2 + len(LENGTHS), len(LENGTHS)
-        blocks = [sum(times[i : i + count]) for i in range(warm, len(times), count)]
-        ratios = [b / a for a, b in zip(blocks[::2], blocks[1::2], strict=True)]
-        step = statistics.median(blocks[::2]) / count
+        warm, count = 2 + len(LENGTHS), REPEATS * len(LENGTHS)
+        rounds = [sum(times[i : i + count]) for i in range(warm, len(times), count)]
+        mixed, runs, one = (rounds[i :: len(KINDS)] for i in range(len(KINDS)))
+        step = statistics.median(runs) / count
         found[clock] = {
-            "ratio": statistics.median(ratios),
-            "ratios": sorted(round(ratio, 3) for ratio in ratios),
             "step_ms": 1e3 * step,
             "new_length_ms": 1e3 * (statistics.median(times[2:warm]) - step),
         }
+        for kind, others in (("runs", runs), ("one", one)):
+            ratios = sorted(a / b for a, b in zip(mixed, others, strict=True))
+            found[clock][kind] = ratios
+            print(
+                f"{clock}: mixed over {kind} {statistics.median(ratios):.3f} "
+                f"({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            )
         print(
-            f"{clock}: 20 lengths over one {found[clock]['ratio']:.3f} (spread {min(ratios):.3f} "
-            f"to {max(ratios):.3f}), step {1e3 * step:.1f} ms, a new length "
+            f"{clock}: step {1e3 * step:.1f} ms, a new length "
             f"{found[clock]['new_length_ms']:.0f} ms more"
         )
     print(json.dumps(found))

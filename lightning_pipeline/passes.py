@@ -39,6 +39,7 @@ class StepPass:
         wholes: What this one starts from, for the whole batch.
         counts: Where the step makes whole numbers that depend on the microbatch.
         unsure: Where it may.
+        modes: Modes of the modules and ``requires_grad`` before it.
         outputs: What the step returned for each microbatch with rows, on the last stage.
         appended: What the step appended to the module's lists for each microbatch with rows.
         assigned: What it set other attributes of the module to, likewise.
@@ -59,6 +60,7 @@ class StepPass:
     wholes: dict[str, Any]
     counts: set[Place]
     unsure: frozenset[Place]
+    modes: Hashable
     outputs: list[Any] = field(default_factory=list)
     appended: list[dict[Place, list[Any]]] = field(default_factory=list)
     assigned: list[dict[str, Any]] = field(default_factory=list)

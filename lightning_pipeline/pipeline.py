@@ -39,6 +39,7 @@ from lightning_pipeline.steps import (
     append,
     compiled,
     mix,
+    modes_of,
     patched,
     recomputed_blocks,
     set_attributes,
@@ -232,6 +233,7 @@ class Pipeline:
             self._computed.inside_step = False
             set_attributes(self._module, work.wholes)
         self._computed.forget()
+        self._check_modes(step, work)
         recorder, more = (work.recorder, _more(work)) if self._mesh.is_last else (None, None)
         weight = work.weight() if self._mesh.is_last else None
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
@@ -291,6 +293,7 @@ class Pipeline:
             wholes,
             counts,
             frozenset(self._placed.observer.unsure.get(step, ())),
+            modes_of(self._module),
         )
 
     def _plans_of(
@@ -337,6 +340,16 @@ class Pipeline:
             self._repeated = recomputed_blocks(self._module, kinds, self._device, wrap)
         return self._repeated
 
+    def _check_modes(self, step: str, work: StepPass) -> None:
+        """Refuses a step that switches what stages inside of its calls do not see."""
+        switches = any(microbatch.plan.switches for microbatch in work.microbatches)
+        if self._mesh.is_last and not switches and modes_of(self._module) != work.modes:
+            raise StepError(
+                f"{step} switched the mode or requires_grad of modules, but did not when it was "
+                "planned: ranks that run the inside of its calls do not see it. Switch them in a "
+                "hook, e.g. on_train_batch_start."
+            )
+
     def _check_fingerprints(self, step: str) -> None:
         for runner in self._runners[step].values():
             flags, runner.mismatches = runner.mismatches, []
@@ -373,8 +386,7 @@ class Pipeline:
     def _mode(self) -> Hashable:
         """What a plan depends on besides shapes; equal on all ranks."""
         return (
-            tuple(child.training for child in self._module.modules()),
-            tuple(parameter.requires_grad for parameter in self._module.parameters()),
+            modes_of(self._module),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
         )

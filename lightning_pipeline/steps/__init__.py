@@ -5,6 +5,7 @@ from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
 from lightning_pipeline.steps.carrying import Carries
 from lightning_pipeline.steps.execution import Manner, compiled
 from lightning_pipeline.steps.handmade import HandMade
+from lightning_pipeline.steps.leftovers import modes_of
 from lightning_pipeline.steps.patches import patched
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.placement import PartitionSpec, Placement, place
@@ -32,6 +33,7 @@ __all__ = [
     "compiled",
     "describe_calls",
     "mix",
+    "modes_of",
     "patched",
     "place",
     "plan_step",

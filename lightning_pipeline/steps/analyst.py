@@ -31,6 +31,7 @@ from lightning_pipeline.splitting.torch_private import (
 )
 from lightning_pipeline.steps.attributes import class_patched
 from lightning_pipeline.steps.handmade import is_by_hand
+from lightning_pipeline.steps.leftovers import modes_of
 from lightning_pipeline.steps.pending import TensorMeta
 
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -157,10 +158,9 @@ class Analyst:
     ) -> Analysis:
         """The pieces of ``module(*args, **kwargs)``; see :class:`Analysis`."""
         checkpointing = saved_tensor_hooks() is not None
-        modes = tuple(child.training for child in module.modules())
-        grads = tuple(parameter.requires_grad for parameter in module.parameters())
+        modes = modes_of(module)
         arguments, settings = signature_of(args, kwargs), plain_settings(module)
-        key = (name, arguments, modes, grads, self.ambient(), checkpointing, settings)
+        key = (name, arguments, modes, self.ambient(), checkpointing, settings)
         return self._memo.get(
             key, lambda: self._record(name, module, forward, args, kwargs, checkpointing)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -10,6 +11,14 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting import version_of
 from lightning_pipeline.steps.pending import tensors
+
+
+def modes_of(module: nn.Module) -> Hashable:
+    """Whether each module trains and each parameter wants a gradient."""
+    return (
+        tuple(child.training for child in module.modules()),
+        tuple(parameter.requires_grad for parameter in module.parameters()),
+    )
 
 
 def manner_of(module: LightningModule) -> tuple[Any, ...]:

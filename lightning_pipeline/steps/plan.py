@@ -40,6 +40,7 @@ class StepPlan:
         carried: Tensors that cross into each stage, besides the fingerprints.
         last_call: Index of the last call that each stage has a part in, -1 for none.
         writes_batch: Whether the step writes to its batch.
+        switches: Whether it leaves the modes of modules or ``requires_grad`` otherwise.
         grown: Where the LightningModule's lists are that the step appends to.
         assigned: Names of the LightningModule's other attributes that the step sets.
         reads: Names of its attributes that the step reads.
@@ -55,6 +56,7 @@ class StepPlan:
     calls: list[Call]
     cuts: list[list[int]]
     writes_batch: bool
+    switches: bool
     grown: tuple[Path, ...]
     assigned: tuple[str, ...]
     reads: frozenset[str]
@@ -140,6 +142,7 @@ def plan_step(
         survey.calls,
         by_call,
         survey.writes_batch,
+        survey.switches,
         survey.grown,
         survey.assigned,
         survey.reads,

@@ -43,7 +43,7 @@ from lightning_pipeline.steps.checks import (
 )
 from lightning_pipeline.steps.counters import changed, numbers_of, refuse_counters
 from lightning_pipeline.steps.handmade import HandMade
-from lightning_pipeline.steps.leftovers import Leftovers, manner_of
+from lightning_pipeline.steps.leftovers import Leftovers, manner_of, modes_of
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
@@ -60,6 +60,7 @@ class Survey:
             before the first use.
         writes: Buffers that the step's own code writes to, behind its last call.
         writes_batch: Whether the step writes in place to its batch.
+        switches: Whether it leaves the modes of modules or ``requires_grad`` otherwise.
         grown: Where the LightningModule's lists are that the step appends to.
         assigned: Names of the LightningModule's other attributes that the step sets.
         reads: Names of its attributes that the step reads before it sets them, if it does.
@@ -77,6 +78,7 @@ class Survey:
     used: dict[str, int]
     writes: frozenset[str]
     writes_batch: bool
+    switches: bool
     grown: tuple[Path, ...]
     assigned: tuple[str, ...]
     reads: frozenset[str]
@@ -294,7 +296,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         cut_at = asked.by_hand.targets(cut_at)
     with untouched(module), stream(asked.seed, asked.device), asked.context():
         run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
-        before, counted = Snapshot.of(module), numbers_of(module)
+        before, counted, modes = Snapshot.of(module), numbers_of(module), modes_of(module)
         run.state = run.held()
         returned, error, uses = _observe(run, asked, batch, cut_at)
         assert run.taint is not None
@@ -302,7 +304,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         run.leftovers.look((returned, run.logged))
         run.leftovers.refuse(asked.step)
         writes = own_writes(module, asked.step, run.calls, taint.written, taint.used, run.state)
-        after = Snapshot.of(module)
+        after, switches = Snapshot.of(module), modes_of(module) != modes
         grown, assigned = before.grown(after, asked.step), before.assigned(after, uses)
         assigned = refuse_objects(asked.step, assigned, after.attributes, uses)
         made = {
@@ -337,6 +339,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         used=first_uses(module, run.taint),
         writes=writes,
         writes_batch=any(tensor._version != version for tensor, version in versions),
+        switches=switches,
         grown=grown,
         assigned=assigned,
         reads=frozenset(uses.read),

@@ -146,6 +146,14 @@ class SwitchesInStep(Perceptron):
         return loss
 
 
+class FreezesLater(Perceptron):
+    """The middle stage does not run the step."""
+
+    def training_step(self, batch, batch_idx):
+        self.net[2].requires_grad_(batch_idx < 1)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize("schedule", ["GPipe", "InterleavedZeroBubble"])
 @pytest.mark.parametrize("model", [SetsAttribute, NoNumber, SwitchesInside, SwitchesInStep])
 def test_equals_one_device(model, schedule):
@@ -160,10 +168,11 @@ REFUSED = {
     "part of the loss": (
         ReadsPenalty,
         {},
-        "reads the tensor self.front.\d.penalty, which a",
+        r"reads the tensor self.front.\d.penalty, which a",
     ),
     "log in a forward": (LogsInside, {}, "The forward of self.net logs"),
     "tied by data": (TiedData, {}, "'net.2.weight' and 'net.4.weight' of TiedData share memory"),
+    "later batch": (FreezesLater, {}, "training_step switched the mode or"),
     "forward of a norm": (HasOwnNorm, {"deferred_batch_norm": True}, "OwnNorm has one of its own"),
 }
 
@@ -171,7 +180,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     model, arguments, text = REFUSED[case]
-    script = Script(model, lambda: vectors(16), trainer={"limit_val_batches": 0})
+    script = Script(model, lambda: vectors(48), trainer={"limit_val_batches": 0})
     with pytest.raises(RankFailed) as failure:
         script.pipelined(2, **arguments)
     assert re.search(text, str(failure.value))

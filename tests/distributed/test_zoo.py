@@ -21,15 +21,10 @@ import lightning_pipeline  # noqa: F401  registers the strategy
 from tests.distributed.fits import Run, Script, distance
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.models import transformers_models
+from tests.models.registry import LAYOUTS
 from tests.models.stepped import MICROBATCHES, Stepped, loaders
 from tests.models.zoo import ZOO
 
-LAYOUTS = {
-    2: (2, "GPipe"),
-    3: (3, "1F1B"),
-    4: (2, "InterleavedZeroBubble"),
-}
-"""Ranks and schedule by number of stages."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
@@ -74,10 +69,7 @@ def start(name: str) -> Run:
 
 
 CASES = [
-    (name, num_stages)
-    for name, model in ZOO.items()
-    if not model.refusal
-    for num_stages in model.cuts_on_ranks
+    (name, num_stages) for name, model in ZOO.items() if not model.refusal for num_stages in LAYOUTS
 ]
 
 

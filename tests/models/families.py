@@ -60,7 +60,7 @@ def clicks(batch: int, length: int) -> Arguments:
     return (torch.randn(batch, WIDTH), bags, torch.randint(0, 20, (batch, 2))), {}
 
 
-@register(clicks, thorough=False)
+@register(clicks)
 class Recommender(nn.Module):
     """Large tables, small networks, and products of all pairs of features."""
 
@@ -104,7 +104,7 @@ class StackedExperts(nn.Module):
         return x + torch.einsum("ebth,ehw,bte->btw", hidden, self.w2, weights)
 
 
-@register(thorough=False)
+@register()
 class MixtureOfExperts(nn.Module):
     """Experts whose weights are one tensor, two of them for each token."""
 
@@ -125,7 +125,6 @@ class MixtureOfExperts(nn.Module):
 @register(
     lambda b, t: ((torch.randn(b, WIDTH), torch.randn(b, WIDTH)), {}),
     ((4, 1), (3, 1)),
-    thorough=False,
 )
 class SiameseEncoder(nn.Module):
     """One encoder called twice in a forward."""
@@ -163,7 +162,7 @@ class NeuralODE(nn.Module):
         return self.head(x)
 
 
-@register(vectors, ((4, 1), (3, 1)), thorough=False)
+@register(vectors, ((4, 1), (3, 1)))
 class HyperNetwork(nn.Module):
     """Weights of one network are the output of another."""
 
@@ -185,7 +184,7 @@ def task(batch: int, length: int) -> Arguments:
     return (torch.randn(batch, length, WIDTH),), {"task": "left" if length > 6 else "right"}
 
 
-@register(task, thorough=False)
+@register(task)
 class Dispatch(nn.Module):
     """Modules in dicts of dicts, chosen by a string."""
 

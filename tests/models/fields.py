@@ -87,7 +87,7 @@ class AttentionUNet(nn.Module):
         return self.out(F.silu(x))
 
 
-@register(images, ((4, 8), (3, 9)), thorough=False)
+@register(images, ((4, 8), (3, 9)))
 class SuperResolution(nn.Module):
     """Transposed convolutions, a pixel shuffle, and back to the input's own size."""
 
@@ -121,7 +121,7 @@ class MixerBlock(nn.Module):
         return x + self.channels(self.norm2(x))
 
 
-@register(images, ((4, 16), (3, 16)), thorough=False)
+@register(images, ((4, 16), (3, 16)))
 class MLPMixer(nn.Module):
     """Linear layers across tokens and across channels, by turns."""
 
@@ -178,7 +178,7 @@ class ComplexLinear(nn.Module):
         return x @ self.weight
 
 
-@register(vectors, ((4, 1), (3, 1)), thorough=False)
+@register(vectors, ((4, 1), (3, 1)))
 class ComplexChain(nn.Module):
     """Complex tensors cross every cut."""
 
@@ -207,7 +207,7 @@ def with_noise(batch: int, length: int) -> Arguments:
     return (torch.randn(batch, WIDTH),), {"noise": torch.randn(batch, 4)}
 
 
-@register(with_noise, ((4, 1), (3, 1)), thorough=False)
+@register(with_noise, ((4, 1), (3, 1)))
 class VariationalAutoencoder(nn.Module):
     """Takes its noise as an argument and answers with a named tuple."""
 
@@ -240,7 +240,7 @@ class Coupling(nn.Module):
         return torch.cat(pair, dim=1), scale.tanh().mean(1)
 
 
-@register(vectors, ((4, 1), (3, 1)), thorough=False)
+@register(vectors, ((4, 1), (3, 1)))
 class NormalizingFlow(nn.Module):
     """A second result is summed along the way."""
 

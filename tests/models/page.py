@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.models.registry import Model
+from tests.models.registry import LAYOUTS, Model
 from tests.models.zoo import ZOO
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -23,8 +23,7 @@ def row(name: str, model: Model) -> str:
         condition = model.condition or f"“{model.refusal}”"
     else:
         result = "same" if model.separable else "same as accumulated"
-        cuts = sorted({*model.cuts_on_ranks, *model.cuts_in_one_process})
-        stages = ", ".join(str(count) for count in cuts if count <= model.pieces)
+        stages = ", ".join(str(count) for count in LAYOUTS if count <= model.pieces)
         condition = model.condition
     return f"| {what} | {model.library} | {stages} | {result} | {condition} |"
 

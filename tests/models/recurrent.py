@@ -73,7 +73,7 @@ class PackedTagger(nn.Module):
         return self.head(x)
 
 
-@register(thorough=False)
+@register()
 class GatedRecurrence(nn.Module):
     """Learned first states, and the last state as the answer."""
 
@@ -91,7 +91,7 @@ class GatedRecurrence(nn.Module):
         return self.head(torch.cat([x[:, -1], state[-1]], 0).view(2, x.shape[0], -1).mean(0))
 
 
-@register(sizes=((4, 5), (3, 3)), thorough=False)
+@register(sizes=((4, 5), (3, 3)))
 class CellOverTime(nn.Module):
     """A loop in Python over the time steps, with one cell after the other."""
 
@@ -237,7 +237,7 @@ class RelativeAttention(nn.Module):
         return x + self.out((weights @ v).transpose(1, 2).reshape(b, t, w))
 
 
-@register(thorough=False)
+@register()
 class RelativePositions(nn.Module):
     """Attention with a bias that a table gives for each distance."""
 

@@ -12,6 +12,12 @@ from torch.utils import _pytree as pytree
 
 WIDTH = 16
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+LAYOUTS = {
+    2: (2, "GPipe"),
+    3: (3, "1F1B"),
+    4: (2, "InterleavedZeroBubble"),
+}
+"""Ranks and schedule by number of stages, for the runs over real ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,6 @@ class Model:
         only_in_steps: Whether it is the step's call that is refused, while its forward can be cut.
         loss_dtype: Precision of the loss, if it is another.
         pieces: Most stages that can all have a part of it, 4 for 4 and more.
-        thorough: Whether it is trained in every layout; variants of other models are in the one
-            with most stages.
     """
 
     make: Callable[[], nn.Module]
@@ -45,7 +49,6 @@ class Model:
     only_in_steps: bool = False
     loss_dtype: torch.dtype | None = None
     pieces: int = 4
-    thorough: bool = True
 
     @property
     def library(self) -> str:
@@ -57,11 +60,6 @@ class Model:
     def cuts_in_one_process(self) -> tuple[int, ...]:
         """Numbers of stages that it is cut in without ranks."""
         return (2, 3, 4) if self.library == "torch" else (3,)
-
-    @property
-    def cuts_on_ranks(self) -> tuple[int, ...]:
-        """Numbers of stages that it is trained in on real ranks."""
-        return (2, 3, 4) if self.thorough else (4,)
 
     @property
     def can_be_cut(self) -> bool:

@@ -37,7 +37,7 @@ def timm_vit() -> nn.Module:
     )
 
 
-@register(images, IMAGES, thorough=False)
+@register(images, IMAGES)
 def timm_swin() -> nn.Module:
     """`swin_tiny`, shifted windows."""
     return small(
@@ -53,13 +53,13 @@ def timm_swin() -> nn.Module:
     )
 
 
-@register(images, IMAGES, thorough=False)
+@register(images, IMAGES)
 def timm_convnext() -> nn.Module:
     """`convnext_atto`."""
     return small("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 8, 12, 16))
 
 
-@register(images, IMAGES, separable=False, thorough=False)
+@register(images, IMAGES, separable=False)
 def timm_efficientnet() -> nn.Module:
     """`test_efficientnet`, BatchNorm."""
     return small("test_efficientnet")

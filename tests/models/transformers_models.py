@@ -110,7 +110,7 @@ def hf_llama() -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
 
 
-@register(**PADDED, thorough=False, condition=f"labels of -100: {COUNTED}")
+@register(**PADDED, condition=f"labels of -100: {COUNTED}")
 def hf_llama_eager_tied_padded() -> nn.Module:
     """`LlamaForCausalLM`, eager attention, tied embeddings, padding, labels of -100"""
     config = hf.LlamaConfig(
@@ -119,13 +119,13 @@ def hf_llama_eager_tied_padded() -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
-@register(left_padded_text, SIZES, thorough=False)
+@register(left_padded_text, SIZES)
 def hf_llama_left_padded() -> nn.Module:
     """`LlamaForCausalLM` without labels, padding on the left"""
     return hf_llama()
 
 
-@register(**TEXTS, thorough=False, condition="`use_reentrant=False`; a layer stays whole")
+@register(**TEXTS, condition="`use_reentrant=False`; a layer stays whole")
 def hf_llama_checkpointed() -> nn.Module:
     """`LlamaForCausalLM` after `gradient_checkpointing_enable()`"""
     model: Any = hf_llama()
@@ -139,7 +139,7 @@ def hf_llama_with_cache() -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "use_cache": True}))
 
 
-@register(**TEXTS, thorough=False)
+@register(**TEXTS)
 def hf_qwen3() -> nn.Module:
     """`Qwen3ForCausalLM`"""
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=4))

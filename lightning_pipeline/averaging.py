@@ -107,17 +107,25 @@ class Averages:
 
     def put_back(self) -> None:
         """Makes the copies whole again on every rank, on the host."""
+        self.take_back()
         self.abandon()
+
+    def take_back(self) -> None:
+        """Makes them whole before the module is placed anew."""
+        self._take_off()
         for copy in self.copies if self._holders else ():
             make_whole(copy, self._holders, self._mesh, self._device)
             copy.to(_HOST)
         self._holders = {}
 
-    def abandon(self) -> None:
-        """Takes off what was put on the callbacks, without talking to other ranks."""
+    def _take_off(self) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
+
+    def abandon(self) -> None:
+        """Takes off what was put on the callbacks, without talking to other ranks."""
+        self._take_off()
         for callback, asked in self._asked:
             callback._device = asked
         self._asked = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -90,6 +91,7 @@ class Pipeline:
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._sizes: dict[str, Any] = {}
+        self._seen: dict[str, Candidate] = {}
         self._repeated: list[tuple[object, str, Any]] | None = None
         self._trained = False
         self.norms: Norms | None = None
@@ -137,23 +139,39 @@ class Pipeline:
         cut = self._cut(args[0], step, trains=fitting)
         microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
         steps = ["training_step", "validation_step"] if fitting else [step]
+
+        def candidate(name: str) -> Candidate:
+            rest = args[1:] if name == step else arguments_after_batch(self._module, name)
+            example = Example(args[0], microbatch, rows, rest)
+            return Candidate(name, self._contexts[name], example, name == step)
+
+        self._seen[step] = candidate(step)
         candidates = [
-            Candidate(
-                name,
-                self._contexts[name],
-                Example(
-                    args[0],
-                    microbatch,
-                    rows,
-                    args[1:] if name == step else arguments_after_batch(self._module, name),
-                ),
-                name == step,
-            )
+            self._seen.get(name) or candidate(name)
             for name in steps
             if name == step or name == "training_step" or self._module.trainer.enable_validation
         ]
         self._initialise(candidates)
         self._placed.place(candidates, lambda plan: show(self._placed.describe(plan, cut.total)))
+        if not self._placed.is_provisional:
+            self._seen = {}
+
+    def take_back(self) -> None:
+        """Makes the module whole again during a run, such that it can be placed anew.
+
+        Raises:
+            StepError: If it was built without memory for all of its weights.
+        """
+        if self._placed.began_without_weights:
+            raise StepError(
+                "training_step cannot run on the batch of the validation that the module was "
+                "placed by, and a module that was built without memory for its weights is placed "
+                "once. Set Trainer(num_sanity_val_steps=0), so that the training comes first."
+            )
+        self._engine.clear()
+        self._plans, self._runners, self._repeated = Cache(_CACHED_PLANS), {}, None
+        self._seen = {n: dataclasses.replace(seen, is_next=False) for n, seen in self._seen.items()}
+        self._placed.put_back()
 
     def _initialise(self, candidates: list[Candidate]) -> None:
         """Lets lazy modules become what they are going to be."""

@@ -75,6 +75,8 @@ class PlacedModule:
         deferred: What the module's weights are made from, if it was built without and has not been
             placed.
         began_without_weights: Whether it was built without.
+        is_provisional: Whether it was placed without its training step, which could not run on the
+            batch of the validation that came first.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class PlacedModule:
         self.placement: Placement | None = None
         self.held: Held | None = None
         self.deferred: Deferred | None = None
-        self.began_without_weights = False
+        self.began_without_weights = self.is_provisional = False
 
     def defer(self, deferred: Deferred | None) -> None:
         """Lets the module's weights come with its placement, if there is anything ``deferred``."""
@@ -118,7 +120,7 @@ class PlacedModule:
             )
             box = [placement]
             dist.broadcast_object_list(box, 0)  # replicas may have seen other shapes
-            self.placement = box[0]
+            self.placement, self.is_provisional = box[0], candidates[0].step not in surveys
             step, found = next(iter(surveys.items()))
             self._ignores_targets = found.ignores_targets
             self._written = sorted(found.writes)

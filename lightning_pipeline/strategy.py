@@ -334,16 +334,20 @@ class PipelineStrategy(BuildingStrategy):
     def _placed(self, step: str, args: tuple[Any, ...]) -> tuple[pl.LightningModule, Pipeline]:
         """The module and its pipeline, placed by the first batch of the run."""
         module, pipeline = self.lightning_module, self._pipeline
-        assert module is not None and pipeline is not None
+        assert module is not None and pipeline is not None and self._averages is not None
+        if step == "training_step" and pipeline.is_placed and pipeline.placed.is_provisional:
+            with self._failing_together():
+                pipeline.take_back()
+                self._averages.take_back()
         if not pipeline.is_placed:
             self._end_examples()
             fitting = module.trainer.state.fn == TrainerFn.FITTING
             with self._failing_together():
                 pipeline.place(step, args, fitting, self._show)
-                assert self._averages is not None
                 self._averages.release(pipeline.holders)
             self._deferred = self._recipes = None
-            self._load_held_state()
+            if not pipeline.placed.is_provisional:
+                self._load_held_state()
         return module, pipeline
 
     def _show(self, plan: Plan) -> None:

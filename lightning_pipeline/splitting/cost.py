@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,10 +82,15 @@ class Work:
     launches: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Work(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.elements + other.elements,
+            self.launches + other.launches,
+        )
 
     def __sub__(self, other: Work) -> Work:
-        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return self + Work(-other.flops, -other.bytes, -other.elements, -other.launches)
 
     def seconds(self, rates: Rates) -> float:
         """Time if nothing overlaps."""

@@ -29,8 +29,8 @@ def partition(
     """Cut a sequence of pieces into stages, exactly, by dynamic programming over legal cuts.
 
     Minimises the largest stage, its cost plus the time of the bytes that enter and leave it (the
-    last stage sends nothing on). Among these the fewest bytes in all, then the least sum of squared
-    stage costs. A stage may be empty: bytes then only pass through.
+    last stage sends nothing on). Among these the fewest empty stages, through which bytes only
+    pass, then the fewest bytes in all, then the least sum of squared stage costs.
 
     Args:
         costs: float [N], seconds of each piece.
@@ -88,8 +88,9 @@ def _smallest_maximum(loads: list[np.ndarray]) -> float:
 def _cheapest(
     loads: list[np.ndarray], limit: float, crossing: np.ndarray, work: np.ndarray
 ) -> list[int]:
-    """Cuts (as indices of positions) with no load above ``limit`` and the fewest bytes."""
+    """Cuts (as indices of positions) with no load above ``limit`` that are best otherwise."""
     count = len(crossing)
+    empty = 1.0 + crossing.max() * len(loads)  # more than all bytes of any way to cut
     total = np.full(count, np.inf)
     uneven = np.full(count, np.inf)
     total[0] = uneven[0] = 0.0
@@ -103,7 +104,7 @@ def _cheapest(
         groups = np.flatnonzero(np.r_[True, end[1:] != end[:-1]])
         ends, sizes = end[groups], np.diff(np.r_[groups, len(end)])
         # the bytes of a cut count once, with the stage that receives them
-        nbytes = total[begin] + (crossing[begin] if stage else 0.0)
+        nbytes = total[begin] + (crossing[begin] if stage else 0.0) + empty * (begin == end)
         squares = uneven[begin] + work[begin, end] ** 2
         least = np.minimum.reduceat(nbytes, groups)
         squares[nbytes > np.repeat(least, sizes)] = np.inf

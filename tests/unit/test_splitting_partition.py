@@ -18,8 +18,8 @@ Allowed = list[frozenset[int] | None]
 
 def price(
     cuts: tuple[int, ...], costs: np.ndarray, bytes_at: np.ndarray
-) -> tuple[float, float, float]:
-    """Largest stage, bytes in all, unevenness: what a partition minimises, in this order."""
+) -> tuple[float, int, float, float]:
+    """Largest stage, empty stages, bytes in all, unevenness: what is minimised, in this order."""
     bounds = [0, *cuts, len(costs)]
     crossing = [0.0, *(bytes_at[cut] if cut else 0.0 for cut in cuts), 0.0]
     work = [costs[low:high].sum() for low, high in itertools.pairwise(bounds)]
@@ -27,7 +27,8 @@ def price(
         seconds + SECONDS_PER_BYTE * (before + after)
         for seconds, (before, after) in zip(work, itertools.pairwise(crossing), strict=True)
     ]
-    return max(loads), sum(crossing), sum(seconds**2 for seconds in work)
+    empty = sum(low == high for low, high in itertools.pairwise(bounds))
+    return max(loads), empty, sum(crossing), sum(seconds**2 for seconds in work)
 
 
 def is_allowed(cuts: tuple[int, ...], allowed: Allowed) -> bool:

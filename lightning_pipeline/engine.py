@@ -64,6 +64,9 @@ class Work(Protocol):
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Parameters that ``stage`` holds."""
 
+    def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The gradients of what ``stage`` received are there."""
+
     def finished(self, stage: int) -> None:
         """All weight gradients of ``stage`` are there."""
 
@@ -236,6 +239,8 @@ class _Stage(PipelineStage):
             full_backward = True
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.is_first:
+            self.body.work.returned(self.stage_index, bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
         if full_backward:
             self._forget(bwd_chunk_id, loss)
 

@@ -17,7 +17,7 @@ from lightning_pipeline.merging import Merger, Place, detached, mean
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.placing import Held
 from lightning_pipeline.splitting import is_elsewhere, state_items
-from lightning_pipeline.steps import Carries, Microbatch, Runner, TensorMeta
+from lightning_pipeline.steps import Carries, Microbatch, Runner, TensorMeta, gradient_missing
 from lightning_pipeline.steps.patches import patched
 
 
@@ -45,6 +45,7 @@ class StepPass:
         assigned: What it set other attributes of the module to, likewise.
         losses: Loss of each microbatch with rows, on the last stage of a training pass.
         weights: The weight that the step returned for each of them, ``None`` if it did not.
+        came: Stage and index of the received values for which a gradient has come back.
     """
 
     microbatches: list[Microbatch]
@@ -66,6 +67,7 @@ class StepPass:
     assigned: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
+    came: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def num_microbatches(self) -> int:
@@ -166,6 +168,23 @@ class StepPass:
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         return self.held.parameters[stage]
+
+    def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
+        if not self.cut.is_filler(microbatch):
+            self.came |= {(stage, i) for i, grad in enumerate(gradients) if grad is not None}
+
+    def check_gradients(self) -> None:
+        """Refuses a batch whose loss does not depend on what it did depend on before.
+
+        Raises:
+            StepError: Naming the call.
+        """
+        plan = self.microbatches[0].plan
+        missing = plan.expected.check(self.came)
+        if missing is not None:
+            stage, value = missing
+            label = plan.calls[plan.carried[stage][value].call].label
+            raise gradient_missing(plan.step, label)
 
     def finished(self, stage: int) -> None:
         self.held.reducer.finished(stage)

@@ -252,6 +252,8 @@ class Pipeline:
             set_attributes(self._module, work.wholes)
         self._computed.forget()
         self._check_modes(step, work)
+        if trains:
+            work.check_gradients()
         recorder, more = (work.recorder, _more(work)) if self._mesh.is_last else (None, None)
         weight = work.weight() if self._mesh.is_last else None
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)

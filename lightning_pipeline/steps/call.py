@@ -14,6 +14,17 @@ from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import Signature
 from lightning_pipeline.steps.pending import Pending, TensorMeta
 
+SAME_DEPENDENCE = (
+    "Whether a loss depends on a call may not change from batch to batch, nor between the "
+    "microbatches of one. Multiply the term by 0 where it does not count, or freeze weights with "
+    "requires_grad_(False) in a hook."
+)
+"""What to do where a loss depends on a call in some batches only."""
+
+
+def _without_flags(signature: Signature) -> list[Any]:
+    return [leaf[:2] if isinstance(leaf, tuple) else leaf for leaf in signature[1]]
+
 
 @dataclass
 class Call:
@@ -34,6 +45,7 @@ class Call:
             from those of the step's start.
         reason: Why it cannot be recorded, if it cannot.
         trains: Whether a gradient may reach it.
+        dropped: Positions of outputs that could have a gradient, but for the loss.
     """
 
     name: str
@@ -49,6 +61,7 @@ class Call:
     outputs: list[Any] = field(default_factory=list)
     cloned: bool = False
     trains: bool = True
+    dropped: frozenset[int] = frozenset()
 
     @property
     def num_pieces(self) -> int:
@@ -76,6 +89,11 @@ class Call:
         shapes_alone = given[0] == then[0] and all(
             old == new or isinstance(new, tuple) for old, new in zip(then[1], given[1], strict=True)
         )
+        if shapes_alone and _without_flags(given) == _without_flags(then):
+            return StepError(
+                f"{self.label} is called with arguments that need a gradient where they did not "
+                f"when it was cut, or the other way round. {SAME_DEPENDENCE}"
+            )
         cure = (
             "The shapes that a step makes may only depend on those of its batch: cut or pad the "
             "batch in the DataLoader or in on_after_batch_transfer."

@@ -193,6 +193,7 @@ def drop_unused_gradients(
         positions = [i for i, out in enumerate(call.outputs) if isinstance(out, TensorMeta)]
         for position, tensor, need in zip(positions, made, needed, strict=True):
             if tensor.requires_grad and not need:
+                call.dropped |= {position}
                 call.outputs[position] = call.outputs[position]._replace(requires_grad=False)
         call.trains = any(needed)
         if call.trains:

@@ -13,6 +13,7 @@ from lightning_pipeline.splitting import StageFunction
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.gradients import Expected
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta
@@ -49,6 +50,7 @@ class StepPlan:
         stage_cost: Seconds of each stage, forward and backward.
         stage_names: Module names of each stage's pieces.
         survey_error: What the survey's run raised behind the last call.
+        expected: Gradients that have come back so far.
     """
 
     step: str
@@ -67,6 +69,7 @@ class StepPlan:
     survey_error: Exception | None
     carried: list[list[Carried]] = field(init=False)
     last_call: list[int] = field(init=False)
+    expected: Expected = field(default_factory=Expected)
     _parts: dict[tuple[int, int], StageFunction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

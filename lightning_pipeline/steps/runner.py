@@ -31,6 +31,7 @@ from lightning_pipeline.steps.attributes import (
 )
 from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.execution import Execution, Manner
+from lightning_pipeline.steps.gradients import Undone
 from lightning_pipeline.steps.patches import past_compilation, patched, present, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
@@ -89,6 +90,7 @@ class _Progress:
     marks: list[Tensor]
     num_calls: int = 0
     busy: bool = False
+    undone: Undone = field(default_factory=Undone)
     unpatched: list[tuple[object, str, Any]] = field(default_factory=list)
 
 
@@ -215,6 +217,7 @@ class Runner:
             self.appended = take_off(module, before, plan.grown, lists, plan.step)
             self.assigned = self._assigned(plan, microbatch, before)
         self._check_complete(plan, progress, is_last)
+        progress.undone.check(plan.step, returned)
         return returned
 
     def _assigned(
@@ -277,13 +280,16 @@ class Runner:
         pending = any(isinstance(tensor, Pending) for tensor in tensors((args, kwargs)))
         if low < high and pending:
             raise StepError(f"{call.label} needs a value that a later stage makes.")
+        if low < high and call.trains:
+            progress.undone.check(plan.step, (args, kwargs))
         if not pending and (low < high or low == call.num_pieces):
             self._compare(progress, index, call, fingerprint((args, kwargs)))
         if low < high:
             self._run_here(call, index, forward, microbatch, progress, args, kwargs)
         if self.stage < plan.num_stages - 1 and index >= plan.last_call[self.stage]:
             raise StageDone
-        return call.answer(progress.results.get(index, {}), self.device)
+        results = progress.undone.replace(call, progress.results.get(index, {}))
+        return call.answer(results, self.device)
 
     def _check_sequence(self, plan: StepPlan, name: str, index: int) -> None:
         if index < len(plan.calls) and plan.calls[index].name == name:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.splitting import STANDS_FOR
+from lightning_pipeline.splitting.ambient import ambient_settings
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import PLAIN, signature_of
 from lightning_pipeline.steps.attributes import (
@@ -90,6 +92,7 @@ class _Progress:
     marks: list[Tensor]
     num_calls: int = 0
     busy: bool = False
+    ambient: tuple[Any, ...] = ()
     undone: Undone = field(default_factory=Undone)
     unpatched: list[tuple[object, str, Any]] = field(default_factory=list)
 
@@ -210,6 +213,7 @@ class Runner:
         lists = lists_of(module, before, plan.grown)
         try:
             with stream(microbatch.seed, self.device), self.context(), patched(changes):
+                progress.ambient = ambient_settings()
                 returned = getattr(module, plan.step)(batch, *microbatch.rest)
         except StageDone:
             return None
@@ -261,6 +265,7 @@ class Runner:
                 return forward(*args, **kwargs)
             return self._on_call(name, forward, microbatch, progress, args, kwargs)
 
+        setattr(intercepted, STANDS_FOR, child.__dict__.get("forward", ABSENT))
         return intercepted
 
     def _on_call(
@@ -276,6 +281,12 @@ class Runner:
         progress.num_calls += 1
         self._check_sequence(plan, name, index)
         call, cut = plan.calls[index], plan.cuts[index]
+        if not call.ambient and ambient_settings() != progress.ambient:
+            raise StepError(
+                f"{plan.step} calls {call.label} under autocast or grad modes that it did not have "
+                "when it was planned: ranks that run the inside of the call do not see them. "
+                "Enter them from the first batch on."
+            )
         low, high = cut[self.stage], cut[self.stage + 1]
         pending = any(isinstance(tensor, Pending) for tensor in tensors((args, kwargs)))
         if low < high and pending:

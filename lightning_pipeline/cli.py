@@ -12,7 +12,6 @@ import copy
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,7 +208,7 @@ def run(command: str, cfg: DictConfig) -> Metrics:
     except Exception:
         # Not left to Hydra: a sweep would go on with its next job, while Lightning's watch over
         # the other ranks ends this process because they are gone.
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # once, if it was not said yet
         _end_ranks(trainer, kill=True)
         raise SystemExit(1) from None
     _end_ranks(trainer)

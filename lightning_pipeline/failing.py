@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import os
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
+from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
-from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.splitting.torch_private import default_store
 
 PATIENCE = timedelta(seconds=10)
 """How long a rank that was interrupted waits for the others to be interrupted too."""
+
+_OURS, *_OTHERS = (
+    str(Path(str(module.__file__)).parent) + os.sep for module in (errors, lightning, torch)
+)
+_LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
 
 _LOST_PEER = re.compile("connection (closed|reset) by peer", re.IGNORECASE)
 
@@ -43,7 +55,7 @@ class FailingStrategy(AxesStrategy):
         self._failed = self._reported = False
         self._num_votes = 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Notes a failure before callbacks hear of it: none may wait for other ranks any more."""
         try:
@@ -54,7 +66,7 @@ class FailingStrategy(AxesStrategy):
                 raise PipelineError(
                     f"Rank {self.global_rank} lost its connection to another rank, which has "
                     "failed or was ended. That rank's own error is in its output."
-                ) from error
+                ) from None
             raise
 
     @override
@@ -132,10 +144,47 @@ class FailingStrategy(AxesStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = self._reported = True
+        shorten(exception)
         if not isinstance(exception, KeyboardInterrupt) and not self.is_global_zero:
+            # At once: rank 0 may end this process before it gets to say it at its end.
             text = "".join(traceback.format_exception(exception))
             sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
             sys.stderr.flush()
+            _say_no_more_of(exception)
+
+
+def shorten(error: BaseException) -> None:
+    """Leaves the user's own frames of an error that was raised on purpose, to tell the user.
+
+    Its text says what is wrong and where. What torch or Python raised before is dropped if the text
+    has the place of it too.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return
+    frame, line = frames[-1]
+    file = frame.f_code.co_filename
+    raised = linecache.getline(file, line).strip().startswith("raise ")
+    if not (raised and file.startswith(_OURS)):
+        return
+    trace = None
+    for frame, line in reversed(frames):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            trace = TracebackType(trace, frame, frame.f_lasti, line)
+    error.__traceback__ = trace  # a bare raise goes on with it, from Python 3.11 on
+    if isinstance(error, SplitError) and error.location is not None:
+        error.__cause__, error.__suppress_context__ = None, True
+
+
+def _say_no_more_of(error: BaseException) -> None:
+    """Keeps Python from printing ``error`` a second time when the process ends with it."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not error:
+            show(kind, value, trace)
+
+    sys.excepthook = hook
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pipeline.agreement import Agreement
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.merging import Place, is_whole
@@ -48,6 +49,7 @@ class _Entry:
     values: list[Tensor] = field(default_factory=list)
     sizes: list[float | None] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+    rows: list[float] = field(default_factory=list)
 
     @property
     def weights(self) -> list[float]:
@@ -55,7 +57,7 @@ class _Entry:
 
         A size that is the same for microbatches of other rows is no size of theirs.
         """
-        constant = len(set(self.sizes)) == 1
+        constant = len(set(self.sizes)) == 1 and self.sizes != self.rows
         return self.shares if constant else [_first(*pair) for pair in self.pairs()]
 
     def pairs(self) -> Iterator[tuple[float | None, float]]:
@@ -129,7 +131,9 @@ class LogRecorder:
         """Ends a microbatch: what it logged counts as much as its rows, or its own weight."""
         share = float(self.rows) if weight is None else weight
         for entry in self._entries.values():
-            entry.shares += [share] * (len(entry.values) - len(entry.shares))
+            new = len(entry.values) - len(entry.shares)
+            entry.shares += [share] * new
+            entry.rows += [float(self.rows)] * new
         self._calls.clear()
 
     def structure(self) -> list[tuple[str, dict[str, Any], str | None, torch.dtype | None]]:
@@ -179,7 +183,7 @@ class LogRecorder:
         """What the batch counts in means over several."""
         if key not in self._constants:
             constant = len(set(entry.sizes)) == 1 and entry.sizes[0] is not None
-            is_rows = entry.sizes == entry.shares
+            is_rows = entry.sizes == entry.rows
             known = (entry.sizes[0] or 0.0, len(entry.sizes)) if constant and not is_rows else None
             self._constants[key] = known
         known = self._constants[key]
@@ -236,6 +240,7 @@ class LogExchange:
     def __init__(self, module: LightningModule, mesh: Mesh, device: torch.device) -> None:
         self._module, self._mesh, self._device = module, mesh, device
         self._structures: Cache[list[Any]] = Cache(_CACHED_STRUCTURES)
+        self._agreement = Agreement(module, mesh)
 
     def __call__(
         self,
@@ -255,6 +260,8 @@ class LogExchange:
         Returns:
             The loss, the weight and ``more`` of the last stage.
         """
+        if self._module.trainer.training:
+            self._agreement.check()
         header, values, structure = self._broadcast(recorder, loss, weight, more)
         if int(header[4]):
             more = self._broadcast_object(more, "What the step returns, appends or sets")

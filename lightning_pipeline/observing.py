@@ -26,6 +26,7 @@ from lightning_pipeline.steps import (
     patched,
     survey,
 )
+from lightning_pipeline.steps.leftovers import LeakError
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -115,6 +116,8 @@ class Observer:
             try:
                 with self._mesh.within(Scope.ALONE):
                     found = self._survey_one(candidate)
+            except LeakError:
+                raise
             except PipelineError:
                 if candidate.is_next:
                     raise

@@ -15,9 +15,10 @@ from lightning_pipeline.batchnorm import names_of_norms
 from lightning_pipeline.gradients import GradientReducer
 from lightning_pipeline.materialising import Deferred
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.names import cut_places, partition_names, stage_modules
 from lightning_pipeline.observing import Candidate, Context, Example, Observer
 from lightning_pipeline.options import Options
-from lightning_pipeline.plan import Plan, make_plan, stage_modules
+from lightning_pipeline.plan import Plan, make_plan
 from lightning_pipeline.sharing import make_whole, share_state
 from lightning_pipeline.splitting import (
     canonical_names,
@@ -26,6 +27,7 @@ from lightning_pipeline.splitting import (
     state_items,
 )
 from lightning_pipeline.steps import Placement, StepPlan, place, plan_step
+from lightning_pipeline.steps.means import what_it_means
 
 # Sending a byte costs about as much as touching twenty in memory (PCIe 4 or 200 Gbit/s links
 # against the device's memory); it only has to tell cheap cuts from dear ones.
@@ -88,8 +90,8 @@ class PlacedModule:
         seed: int,
     ) -> None:
         self._module, self._mesh, self._options = module, mesh, options
-        self._device, self._ignores_targets = device, False
-        self._written: list[str] = []
+        self._device, self._written = device, list[str]()
+        self._means: dict[str, str] = {}
         self.observer = Observer(module, mesh, options.module, device, seed, options.uncut)
         self._seed = seed
         self.placement: Placement | None = None
@@ -122,7 +124,12 @@ class PlacedModule:
             dist.broadcast_object_list(box, 0)  # replicas may have seen other shapes
             self.placement, self.is_provisional = box[0], candidates[0].step not in surveys
             step, found = next(iter(surveys.items()))
-            self._ignores_targets = found.ignores_targets
+            examples = {candidate.step: candidate.example for candidate in candidates}
+            means = {
+                name: what_it_means(seen.losses, examples[name].batch, examples[name].rows)
+                for name, seen in surveys.items()
+            }
+            self._means = {name: text for name, text in means.items() if text is not None}
             self._written = sorted(found.writes)
             on_placed(plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE))
             del surveys, found
@@ -222,7 +229,9 @@ class PlacedModule:
                 counts[stage][0] += tensor.numel() * isinstance(tensor, nn.Parameter)
                 counts[stage][1] += tensor.numel() * tensor.element_size()
         empty = [stage for stage, names in enumerate(plan.stage_names) if not names]
-        notes = self._notes(plan.step, num_microbatches)
+        # Several calls have an order of their own wherever their weights are placed otherwise.
+        is_one_call = len(plan.calls) == 1 and plan.by_hand is None
+        notes = [*self._notes(plan.step, num_microbatches), *_kept_whole(plan)]
         if empty:
             notes.append(
                 f"stages {', '.join(map(str, empty))} are empty and only pass on what they get: "
@@ -238,6 +247,8 @@ class PlacedModule:
             [size for _, size in counts],
             self._options.stages_per_rank,
             notes,
+            partition_names(plan.stage_names) if is_one_call else None,
+            cut_places(plan.stage_names),
         )
 
     def _notes(self, step: str, num_microbatches: int) -> list[str]:
@@ -258,10 +269,11 @@ class PlacedModule:
                 f"training_step writes to {self._written[0]} ({len(self._written)} such in all) "
                 "once a microbatch, one after the other, as with accumulate_grad_batches"
             )
-        if self._ignores_targets:
+        for text in dict.fromkeys(self._means.values()):
+            steps = " and ".join(name for name, what in self._means.items() if what == text)
             notes.append(
-                "training_step's loss is a mean over the targets that are not ignored; return "
-                "{'loss': loss, 'weight': their number} for the mean over the whole batch"
+                f"the loss of {steps} {text}, for the mean over the whole batch; in evaluation "
+                "steps as well"
             )
         splits = self._options.schedule.splits_backward
         again, compiles = self._options.activation_checkpointing, self._options.compile is not None
@@ -272,6 +284,27 @@ class PlacedModule:
                 f"the bubble of {self._options.schedule.name} is larger than predicted"
             )
         return notes
+
+
+def _kept_whole(plan: StepPlan) -> list[str]:
+    """Notes on modules in one piece that are dearer than one and a half equal stages."""
+    limit = 1.5 / plan.num_stages * sum(plan.stage_cost)
+    notes = []
+    for call in plan.calls:
+        costs: dict[str, float] = {}
+        if call.program is None:
+            reasons = {"": str(call.reason)} if call.reason is not None else {}
+            costs[""] = sum(call.cost)
+        else:
+            reasons = call.program.kept_whole
+            for name, cost in zip(call.program.piece_names, call.cost, strict=True):
+                costs[name] = costs.get(name, 0.0) + cost
+        for name, reason in reasons.items():
+            if costs.get(name, 0.0) > limit:
+                whole = ".".join(part for part in (call.name, name) if part) or "the forward"
+                share = 100 * costs[name] / sum(plan.stage_cost)
+                notes.append(f"{whole} stays whole, with {share:.0f} % of the cost: {reason}")
+    return notes
 
 
 def share(buffers: dict[int, list[Tensor]], source: int, group: dist.ProcessGroup) -> None:

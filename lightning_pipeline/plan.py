@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from lightning_pipeline.actions import action_lists
 from lightning_pipeline.mesh import Mesh, MeshSizes
+from lightning_pipeline.names import common_prefix, condense_names
 from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.simulate import StageTime, simulate
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("stage", "rank", "modules", "parameters", "size", "cost", "in flight")
 _LEFT = {"rank", "modules"}
+_MODULES = _COLUMNS.index("modules")
+_WIDTH = 60  # of the column of modules in plain text
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class StagePlan:
     Attributes:
         index: Index of the stage.
         rank: Global ranks that hold it, one for each replica of the pipeline.
-        modules: Dotted names of the modules that run in it.
+        modules: Dotted names of the modules that run in it; marked if it is their own code alone.
         parameters: Number of parameters.
         bytes: Memory of the parameters and buffers in bytes.
         share: Its part of the cost of the whole model, 0 to 1.
@@ -56,6 +59,9 @@ class Plan:
         stages: The pieces, in the order in which data passes them.
         bubble: Share of the ranks' time spent waiting, 0 to 1, predicted from the stages' costs.
         notes: Things worth knowing before the run, one sentence each.
+        partition: Names by which ``PipelineStrategy(partition=[...])`` makes the same stages;
+            ``None`` if there are none.
+        cuts: What runs just before and behind each cut.
     """
 
     schedule: str
@@ -66,6 +72,25 @@ class Plan:
     stages: tuple[StagePlan, ...]
     bubble: float
     notes: tuple[str, ...] = ()
+    partition: tuple[str, ...] | None = None
+    cuts: tuple[str, ...] = ()
+
+    def adds_to(self, known: Plan | None) -> bool:
+        """Whether it says what ``known`` did not: other stages, or a further note."""
+        if known is None or set(self.notes) - set(known.notes):
+            return True
+        placed = [(stage.rank, stage.modules) for stage in self.stages]
+        return placed != [(stage.rank, stage.modules) for stage in known.stages]
+
+    def print(self) -> None:
+        """Prints it as a table, or as text that no width cuts off where there is no terminal."""
+        import rich
+
+        console = rich.get_console()
+        if console.is_terminal or console.is_jupyter:
+            console.print(self)
+        else:
+            print(self, flush=True)
 
     @property
     def summary(self) -> str:
@@ -77,12 +102,30 @@ class Plan:
             f"predicted bubble {100 * self.bubble:.1f} %"
         )
 
+    @property
+    def _prefix(self) -> str:
+        return common_prefix([name for stage in self.stages for name in stage.modules])
+
+    def _title(self) -> list[str]:
+        return [self.summary, *([f"modules below {self._prefix}"] if self._prefix else [])]
+
+    def _footer(self) -> list[str]:
+        """What stands below the table, a line each."""
+        lines = []
+        if self.partition:
+            names = ", ".join(f'"{name}"' for name in self.partition)
+            lines.append(f"partition=[{names}]")
+        elif self.cuts:
+            lines.append(f"cut at {', '.join(self.cuts)}")
+        return [*lines, *(f"- {note}" for note in self.notes)]
+
     def _rows(self) -> Iterator[tuple[str, ...]]:
+        begin = len(self._prefix) + 1 if self._prefix else 0
         for stage in self.stages:
             yield (
                 str(stage.index),
                 ", ".join(map(str, stage.rank)),
-                condense_names(stage.modules),
+                condense_names([name[begin:] for name in stage.modules]),
                 _metric(stage.parameters),
                 _metric(stage.bytes, "B"),
                 f"{100 * stage.share:.1f} %",
@@ -95,7 +138,7 @@ class Plan:
         from rich.text import Text
 
         table = Table(
-            title=self.summary,
+            title="\n".join(self._title()),
             title_justify="left",
             title_style="bold",
             caption="cost: share of the computation; in flight: microbatches that a stage keeps "
@@ -103,7 +146,8 @@ class Plan:
             caption_justify="left",
         )
         for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in _LEFT else "right")
+            justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
+            table.add_column(name, justify=justify, overflow="fold")
         for row in self._rows():
             # As plain text, or rich would take brackets in a name for markup.
             table.add_row(*map(Text, row))
@@ -113,19 +157,25 @@ class Plan:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(self.table(), *(Text(f"- {note}") for note in self.notes))
+        return Group(self.table(), *(Text(line, overflow="fold") for line in self._footer()))
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [self.summary]
-        for row in rows:
-            cells = (
+        lines: list[tuple[str, ...]] = [_COLUMNS]
+        for row in self._rows():
+            first, *more = _wrapped(row[_MODULES])
+            lines.append((*row[:_MODULES], first, *row[_MODULES + 1 :]))
+            lines += [
+                tuple(part if i == _MODULES else "" for i in range(len(row))) for part in more
+            ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = self._title()
+        for cells in lines:
+            padded = (
                 cell.ljust(width) if name in _LEFT else cell.rjust(width)
-                for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+                for name, cell, width in zip(_COLUMNS, cells, widths, strict=True)
             )
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
+            text.append("  ".join(padded).rstrip())
+        return "\n".join([*text, *self._footer()])
 
 
 def make_plan(
@@ -138,6 +188,8 @@ def make_plan(
     bytes: Sequence[int],
     stages_per_rank: int | Auto = "auto",
     notes: Sequence[str] = (),
+    partition: Sequence[str] | None = None,
+    cuts: Sequence[str] = (),
 ) -> Plan:
     """Predicts a run from the costs of its stages.
 
@@ -159,6 +211,8 @@ def make_plan(
         bytes: For each stage, the memory of its parameters and buffers.
         stages_per_rank: Stages that each rank holds; ``"auto"`` as in ``PipelineStrategy``.
         notes: Sentences to show below the table.
+        partition: Names for ``PipelineStrategy(partition=[...])`` that make these stages.
+        cuts: What runs just before and behind each cut.
 
     Raises:
         ValueError: If the schedule can't run with these sizes.
@@ -193,91 +247,14 @@ def make_plan(
         stages,
         timeline.bubble,
         tuple(notes),
+        None if partition is None else tuple(partition),
+        tuple(cuts),
     )
 
 
-def stage_modules(pieces: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Names the modules of each stage, a module whose pieces are all there by its own name.
-
-    Example:
-        >>> stage_modules([["net.0.conv", "net.0.norm", "net.1.conv"], ["net.1.norm", "head"]])
-        [['net.0', 'net.1.conv'], ['net.1.norm', 'head']]
-
-    Args:
-        pieces: For each stage, the dotted module name of every piece, in order. A piece that is a
-            container's own code has the container's name.
-    """
-    stages_of: dict[str, set[int]] = {}
-    for stage, names in enumerate(pieces):
-        for name in names:
-            for prefix in accumulate(name.split("."), "{}.{}".format):
-                stages_of.setdefault(prefix, set()).add(stage)
-    named = []
-    for names in pieces:
-        shown: dict[str, None] = {}
-        for name in names:
-            prefixes = accumulate(name.split("."), "{}.{}".format)
-            whole = (prefix for prefix in prefixes if len(stages_of[prefix]) == 1)
-            shown[next(whole, name)] = None
-        inner = {name for name in shown if any(other.startswith(name + ".") for other in shown)}
-        outer = [name for name in shown if name and name not in inner]
-        named.append(outer or list(shown))
-    return named
-
-
-# Parts of dotted names; the part "" says that a name ends there.
-_Tree: TypeAlias = "dict[str, _Tree]"
-
-
-def condense_names(names: Sequence[str]) -> str:
-    """Writes dotted names readably: numbered neighbours become ranges.
-
-    Example:
-        >>> condense_names(["net.stem", "net.blocks.0", "net.blocks.1", "net.norm"])
-        'net.stem, net.blocks.0-1, net.norm'
-        >>> condense_names(["net.0.conv", "net.0.norm", "net.1.conv", "net.1.norm"])
-        'net.0-1.{conv, norm}'
-
-    Args:
-        names: Dotted names; ``""`` is the outermost module itself.
-    """
-    tree: _Tree = {}
-    for name in names:
-        node = tree
-        for part in (name or "(whole module)").split("."):
-            node = node.setdefault(part, {})
-        node[""] = {}
-    return ", ".join(_paths(tree)) if names else "-"
-
-
-def _paths(tree: _Tree) -> list[str]:
-    """The condensed names below one node."""
-    paths: list[str] = []
-    for first, last, below in _runs(tree):
-        label = first if first == last else f"{first}-{last}"
-        tails = [tail for tail in _paths(below) if tail]
-        if "" in below or not below:
-            paths.append(label)
-        if len(tails) > 1 and first.isdigit():
-            paths.append(f"{label}.{{{', '.join(tails)}}}")
-        else:
-            paths += [f"{label}.{tail}" for tail in tails]
-    return paths
-
-
-def _runs(tree: _Tree) -> Iterator[tuple[str, str, _Tree]]:
-    """First and last part of each run of consecutive numbers that have the same names below."""
-    run: tuple[str, str, _Tree] | None = None
-    for part, below in tree.items():
-        if run is not None:
-            first, last, same = run
-            if last.isdigit() and part == str(int(last) + 1) and below == same:
-                run = (first, part, same)
-                continue
-            yield run
-        run = (part, part, below)
-    if run is not None:
-        yield run
+def _wrapped(names: str) -> list[str]:
+    """Lines of names, broken behind commas."""
+    return textwrap.wrap(names, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _metric(number: int, unit: str = "") -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -22,12 +23,21 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_pipeline.splitting import is_elsewhere, state_items
+
+_SEVERAL_OPTIMIZERS = (
+    "Several optimizers are not possible in a pipeline yet. If one backward of a sum of losses "
+    "will do, use one optimizer with a group of parameters for each part: "
+    "torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). If not (a GAN), "
+    "train the parts in turn, each as a LightningModule and a Trainer of its own, or without a "
+    "pipeline: Trainer(strategy='ddp')."
+)
 
 
 def check_uncut(module: LightningModule, kinds: tuple[type[torch.nn.Module], ...]) -> None:
@@ -105,8 +115,9 @@ def check_module(module: LightningModule, layer_sync: LayerSync | None) -> None:
         raise MisconfigurationException(
             f"strategy='pipeline' needs automatic optimization, but {name} sets "
             "automatic_optimization=False: its training_step calls backward and the optimizer "
-            "itself, which would happen once a microbatch and stage. Return the loss from "
-            "training_step and remove `self.automatic_optimization = False`."
+            "itself, which would happen once a microbatch and stage. With one optimizer, return "
+            "the loss from training_step and remove `self.automatic_optimization = False`. "
+            f"{_SEVERAL_OPTIMIZERS}"
         )
     if is_overridden("backward", module):
         raise MisconfigurationException(
@@ -212,18 +223,32 @@ def check_start_method(start_method: str, gather_after_run: bool) -> None:
         )
 
 
+@contextmanager
+def one_optimizer(module: LightningModule) -> Iterator[None]:
+    """Says what to do with several optimizers, while Lightning asks for them.
+
+    Lightning's own error would lead to manual optimization, which is refused as well.
+
+    Raises:
+        MisconfigurationException: If there are several.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise MisconfigurationException(
+            f"strategy='pipeline' works with one optimizer, but {type(module).__name__}."
+            f"configure_optimizers returned several. {_SEVERAL_OPTIMIZERS}"
+        ) from None
+
+
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuses optimizers that need more than this rank's parameters.
 
     Raises:
-        MisconfigurationException: If there are several, one is L-BFGS, or its step is compiled.
+        MisconfigurationException: If one is L-BFGS, or its step is compiled.
     """
-    if len(optimizers) > 1:
-        raise MisconfigurationException(
-            f"strategy='pipeline' works with one optimizer, configure_optimizers returned "
-            f"{len(optimizers)}. Use one optimizer with several parameter groups: "
-            "torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])."
-        )
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise MisconfigurationException(
@@ -238,6 +263,25 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "strategy='pipeline' cannot run a compiled optimizer.step: torch.compile would "
                 "look into the whole training step, which the optimizer calls. Leave the step of "
                 f"{type(optimizer).__name__} as it is; fused=True makes one kernel of it."
+            )
+
+
+def warn_of_optimizers(optimizers: Sequence[Optimizer], num_ranks: int) -> None:
+    """Warns of optimizers that may need a number over all parameters, which no rank has.
+
+    Args:
+        optimizers: Those of the run.
+        num_ranks: Ranks of one pipeline.
+    """
+    kinds: list[type[Optimizer]] = [type(optimizer) for optimizer in optimizers]
+    for kind in kinds:
+        # torch's own are each exact, but for L-BFGS; subclasses that keep its step are so too.
+        if num_ranks > 1 and kind.step.__module__.partition(".")[0] != "torch":
+            rank_zero_warn(
+                f"{kind.__name__}.step sees the parameters of its own rank only. That is exact if "
+                "it updates each parameter by itself, as LARS and LAMB do, but not if it takes a "
+                "number over all of them, such as their norm (SAM, Prodigy): take such an "
+                "optimizer from torch.optim, e.g. torch.optim.AdamW, or train without a pipeline."
             )
 
 

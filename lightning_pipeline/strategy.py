@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import rich
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -49,6 +47,8 @@ from lightning_pipeline.refusals import (
     check_optimizers,
     check_precision,
     check_start_method,
+    one_optimizer,
+    warn_of_optimizers,
 )
 from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.sharing import share_random_state, share_state
@@ -247,8 +247,11 @@ class PipelineStrategy(BuildingStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        with one_optimizer(self.lightning_module):
+            super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
+        warn_of_optimizers(self.optimizers, self.mesh.sizes.pipeline)
         if self._what_is_held() is not None:  # an earlier run left the module spread
             self._drop_foreign_state()
 
@@ -351,13 +354,9 @@ class PipelineStrategy(BuildingStrategy):
         return module, pipeline
 
     def _show(self, plan: Plan) -> None:
-        if plan == self.plan:
-            return
-        self.plan = plan
-        if self.is_global_zero:
-            rich.print(plan)
-        for note in plan.notes:
-            rank_zero_warn(note)
+        known, self.plan = self.plan, plan
+        if self.is_global_zero and plan.adds_to(known):
+            plan.print()
 
     # end
 

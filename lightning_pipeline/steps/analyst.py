@@ -31,10 +31,9 @@ from lightning_pipeline.splitting.torch_private import (
 )
 from lightning_pipeline.steps.attributes import class_patched
 from lightning_pipeline.steps.handmade import is_by_hand
-from lightning_pipeline.steps.leftovers import modes_of
+from lightning_pipeline.steps.leftovers import PLAIN, modes_of
 from lightning_pipeline.steps.pending import TensorMeta
 
-PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 Signature = tuple[str, tuple[Any, ...]]
 _CACHED_RECORDINGS = 256
 

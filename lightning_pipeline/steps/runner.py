@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied
 from lightning_pipeline.errors import StepError
-from lightning_pipeline.splitting import STANDS_FOR
 from lightning_pipeline.splitting.ambient import ambient_settings
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import PLAIN, signature_of
@@ -265,7 +264,6 @@ class Runner:
                 return forward(*args, **kwargs)
             return self._on_call(name, forward, microbatch, progress, args, kwargs)
 
-        setattr(intercepted, STANDS_FOR, child.__dict__.get("forward", ABSENT))
         return intercepted
 
     def _on_call(

@@ -44,6 +44,7 @@ from lightning_pipeline.steps.checks import (
 from lightning_pipeline.steps.counters import changed, numbers_of, refuse_counters
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.leftovers import Leftovers, manner_of, modes_of
+from lightning_pipeline.steps.means import ClassLoss
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
@@ -67,8 +68,7 @@ class Survey:
         carried: Those that are in both, as they were before and behind the step.
         numbers: Whole numbers that it returns, logs, sets or appends, by their place.
         unsure: Places of those that are 0 and may come to count what is in tensors.
-        ignores_targets: Whether its loss is a mean over targets of which some are ignored, and it
-            returns no weight.
+        losses: Losses over classes that it takes; none if it returns a weight with its loss.
         targets: The modules whose calls are cut, with their names.
         by_hand: The stages that the user has made.
         error: What the step raised behind its last call, for later messages.
@@ -85,7 +85,7 @@ class Survey:
     carried: dict[str, Observed]
     numbers: dict[Place, int]
     unsure: frozenset[Place]
-    ignores_targets: bool
+    losses: list[ClassLoss]
     targets: list[tuple[str, nn.Module]]
     by_hand: HandMade | None
     error: Exception | None
@@ -146,6 +146,8 @@ class _Surveyor:
         """Stands in for ``self.log``."""
         if self.inside and self.running:
             self.leftovers.logged_in = f"self.{self.running}"
+        if not self.inside:
+            self.leftovers.look(value)
         self.logged[name] = value
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
@@ -161,7 +163,7 @@ class _Surveyor:
                 self.running = name
                 return self._call(name, module, forward, args, kwargs)
             finally:
-                self.inside, self.taint.off = False, False
+                self.inside = self.taint.off = self.taint.inside = False
                 self.show_stand_ins(True)
 
         return observed
@@ -203,9 +205,11 @@ class _Surveyor:
             out = found.made_up_output(name, self.device)
         else:
             held = self.held()
-            self.leftovers.begin(name, module)
+            self.leftovers.begin(name, module, (args, kwargs))
+            self.taint.inside = True
             out = found.see(forward(*args, **kwargs))
-            self.leftovers.end(name, module)
+            self.taint.inside = False
+            self.leftovers.end(name, module, out)
             # What a call binds anew is no doing of the step's own code.
             self.state |= {n: t for n, t in self.held().items() if held.get(n) is not t}
         if any(tensor._version != version for tensor, version in given):
@@ -301,7 +305,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         returned, error, uses = _observe(run, asked, batch, cut_at)
         assert run.taint is not None
         taint = run.taint
-        run.leftovers.look((returned, run.logged))
+        run.leftovers.look(returned)
         run.leftovers.refuse(asked.step)
         writes = own_writes(module, asked.step, run.calls, taint.written, taint.used, run.state)
         after, switches = Snapshot.of(module), modes_of(module) != modes
@@ -350,7 +354,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
             for place, number in numbers.items()
             if not int(number) and (is_unsure or isinstance(number, Tensor))
         ),
-        ignores_targets=run.taint.ignores_targets and not _has_weight(returned),
+        losses=[] if _has_weight(returned) else run.taint.losses,
         targets=cut_at,
         by_hand=asked.by_hand,
         error=error,
@@ -383,7 +387,7 @@ def _observe(
     changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
     returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)
-    run.taint = Taint(module, lambda: len(run.calls), run.leftovers.look)
+    run.taint = Taint(module, lambda: len(run.calls), run.leftovers, asked.made_up)
     try:
         eager = torch.compiler.set_stance("force_eager")  # what is compiled is run, not traced
         with eager, patched(changes), run.taint, attributes_noted(module) as uses:

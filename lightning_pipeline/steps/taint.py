@@ -13,36 +13,39 @@ from lightning_pipeline.batch import leaves
 from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.splitting.torch_private import storage_of
 from lightning_pipeline.steps.checks import refuse_own_gradient
+from lightning_pipeline.steps.leftovers import Leftovers
+from lightning_pipeline.steps.means import ClassLoss
 from lightning_pipeline.steps.pending import READS, tensors, writes_in_place
-
-_TOKEN_MEANS = ("cross_entropy", "nll_loss")
-
-
-def _ignores(
-    input: Tensor,
-    target: Tensor,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    """Whether one of these losses, with their arguments, leaves out targets."""
-    return not target.is_floating_point() and bool((target == ignore_index).any())
 
 
 class Taint(TorchFunctionMode):
-    """Follows, through the step's own code, which call's outputs a tensor comes from."""
+    """Follows, through the step's own code, which call's outputs a tensor comes from.
+
+    Args:
+        module: The LightningModule.
+        num_calls: How many calls have been made.
+        leftovers: Told of what calls make, and of what the step's own code uses.
+        made_up: Whether calls are answered by made-up values.
+
+    Attributes:
+        off: Whether a call is looked at or runs.
+        inside: Whether it runs.
+        losses: Losses over classes, wherever they are taken.
+    """
 
     def __init__(
-        self, module: nn.Module, num_calls: Callable[[], int], look: Callable[[Any], None]
+        self,
+        module: nn.Module,
+        num_calls: Callable[[], int],
+        leftovers: Leftovers,
+        made_up: bool = False,
     ) -> None:
         super().__init__()
-        self._look = look
-        self.off = False
+        self._leftovers, self._made_up = leftovers, made_up
+        self.off = self.inside = False
         self.used: dict[str, int] = {}
         self.written: set[str] = set()
-        self.ignores_targets = False
+        self.losses: list[ClassLoss] = []
         self.reads_values = False
         self._num_calls = num_calls
         self._sources: dict[int, frozenset[int]] = {}
@@ -82,8 +85,14 @@ class Taint(TorchFunctionMode):
             self._note_write(args[0])  # before it, for made-up weights cannot be written to
         out = func(*args, **kwargs)
         if not self.off:
-            self._look((args, kwargs))
+            self._leftovers.look((args, kwargs))
             self._note(name, args, kwargs, out)
+        if self.inside:
+            self._leftovers.note_made((args, kwargs), out)
+        # A call that does not run is at least recorded.
+        if not self.off or self.inside or self._made_up:
+            loss = ClassLoss.of(name, args, kwargs, self._made_up)
+            self.losses += [] if loss is None else [loss]
         return out
 
     def _note_write(self, written: Any) -> None:
@@ -92,7 +101,6 @@ class Taint(TorchFunctionMode):
             self.written.add(home)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self.ignores_targets |= name in _TOKEN_MEANS and _ignores(*args, **kwargs)
         given, calls = tensors((args, kwargs)), self.sources((args, kwargs))
         writes = writes_in_place(name) and name != "requires_grad_"
         if calls:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import traceback
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,8 +18,10 @@ from lightning.pytorch import callbacks as cb
 from lightning_pipeline import failing
 from lightning_pipeline.errors import PipelineError
 from tests.distributed.fits import Script
+from tests.distributed.ranks import RankFailed
 from tests.distributed.test_averaging import assert_same
 from tests.distributed.test_exactness import vectors
+from tests.distributed.test_refusals import ValueDependentForward
 from tests.models.modules import Perceptron
 
 
@@ -172,3 +176,30 @@ def test_what_ranks_agreed_on_in_one_run_is_nothing_to_the_next(tmp_path):
     own, other = script.pipelined(2, deadline=30)
     assert own == ["KeyError", "KeyError"] and other[0] == "KeyError"
     assert other[1] in ("PipelineError", "RuntimeError")  # it lost its peer
+
+
+def test_what_is_refused_is_told_in_the_users_own_lines(capfd):
+    script = Script(ValueDependentForward, lambda: vectors(32), trainer={"limit_val_batches": 0})
+    with pytest.raises(RankFailed, match="Cannot cut inside"):
+        script.pipelined(2)
+    text = capfd.readouterr().err
+    assert text.count("[rank 1] failed:") == text.count("Cannot cut inside") == 1
+    files = re.findall(r'File "(.+)", line', text)
+    assert files and all("/tests/" in file for file in files)
+
+
+def test_errors_that_are_not_ours_keep_their_traceback():
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 3)(torch.zeros(1, 5))
+    before = traceback.format_exception(caught.value)
+    failing.shorten(caught.value)
+    assert traceback.format_exception(caught.value) == before and "torch" in "".join(before)
+
+
+def test_an_error_that_was_told_is_not_printed_again(monkeypatch):
+    shown, told, other = [], KeyError("told"), KeyError("other")
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: shown.append(value))
+    failing._say_no_more_of(told)
+    for error in (told, other):
+        sys.excepthook(KeyError, error, None)
+    assert shown == [other]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lightning_pipeline import agreement
 from tests.distributed.fits import Script, classes, distance, rows
 from tests.distributed.ranks import RankFailed
-from tests.distributed.test_exactness import TOLERANCE
+from tests.distributed.test_exactness import TOLERANCE, vectors
+from tests.models.modules import Perceptron
 
 
 def data(count: int = 75):
@@ -149,3 +154,37 @@ def test_ranks_that_see_different_batches_are_told():
     script = Script(Classifier, lambda: (Unequal(rows(32, 6), classes(32, top=4)), data()[1]))
     with pytest.raises(RankFailed, match=r"got different batches.*seed_everything"):
         script.pipelined(2, deadline=30)
+
+
+class LogsInHooks(Perceptron):
+    """Logs what each rank has of its own, and what all know."""
+
+    def on_after_backward(self):
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("own", sum(norms))
+        self.log("of one", sum(norms), rank_zero_only=True)
+        self.log("step", float(self.trainer.global_step))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, 2))
+
+
+class Told(Script):
+    """What the run warned of."""
+
+    def __call__(self, strategy, devices):
+        said = []
+        agreement.rank_zero_warn = said.append
+        super().__call__(strategy, devices)
+        return said
+
+
+def test_a_hook_that_logs_what_one_rank_knows_is_told_of():
+    script = Told(Perceptron, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    assert script.pipelined(2) == [[], []]
+    script.model = LogsInHooks
+    for said in script.pipelined(2, schedule="Interleaved1F1B"):
+        [text] = said
+        assert re.search(
+            r"self.log\('own'\) in on_after_backward .* [\d.]+, [\d.]+,.*grad_norm", text
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -16,9 +18,10 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_pipeline import PipelineStrategy
-from tests.distributed.fits import Script
+from lightning_pipeline.refusals import warn_of_optimizers
+from tests.distributed.fits import Script, distance
 from tests.distributed.ranks import RankFailed
-from tests.distributed.test_exactness import images, vectors
+from tests.distributed.test_exactness import TOLERANCE, images, vectors
 from tests.models.modules import BatchNormCNN, Perceptron
 
 
@@ -158,9 +161,9 @@ REFUSED = {
         ReturnsFunction,
         "must be known on every rank, but cannot be sent.*tens",
     ),
-    "manual optimization": (Manual, "needs automatic optimization.*Return the loss"),
+    "manual optimization": (Manual, "needs automatic optim.*return the loss.*GAN.*in turn"),
     "own backward": (OwnBackward, "OwnBackward.backward would never be called.*on_after_backward"),
-    "two optimizers": (TwoOptimizers, "optimizer"),
+    "two optimizers": (TwoOptimizers, "TwoOptimizers.conf.*several.*a group.*a Trainer of its own"),
     "LBFGS": (UsesLBFGS, "cannot run LBFGS.*AdamW"),
     "value dependent": (
         ValueDependent,
@@ -216,6 +219,54 @@ def test_refused_on_every_rank(case):
 def test_impossible_counts_are_refused_before_any_process_starts(arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         L.Trainer(accelerator="cpu", devices=4, strategy=PipelineStrategy(**arguments))
+
+
+class Lars(torch.optim.SGD):
+    """Its step is its own, and takes the norm of one parameter at a time."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad *= parameter.norm() / (1 + parameter.grad.norm())
+        super().step()
+        return loss
+
+
+class Renamed(torch.optim.AdamW):
+    """Has torch's step."""
+
+
+class UsesLars(Perceptron):
+    def configure_optimizers(self):
+        return Lars(self.parameters(), lr=0.05)
+
+
+OWN_RANK_ONLY = (
+    "Lars.step sees the parameters of its own rank only.*not if it takes a number.*AdamW"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "told"), [(Lars, 2, True), (Lars, 1, False), (Renamed, 2, False)]
+)
+def test_optimizers_with_a_step_of_their_own_are_warned_of(kind, ranks, told):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_optimizers([kind([nn.Parameter(torch.ones(1))], lr=0.1)], ranks)
+    assert [bool(re.search(OWN_RANK_ONLY, str(w.message))) for w in caught] == [True] * told
+
+
+def test_optimizers_that_take_one_parameter_at_a_time_equal_one_device():
+    script = Script(UsesLars, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    expected = script.plain()
+    for run in script.pipelined(2):
+        assert distance(run, expected) <= TOLERANCE
+    strict = replace(script, setup=lambda module: warnings.filterwarnings("error", ".*own rank"))
+    with pytest.raises(RankFailed, match=OWN_RANK_ONLY):
+        strict.pipelined(2, deadline=30)
 
 
 def test_unknown_module_name():

@@ -250,9 +250,11 @@ class Finetuning(L.LightningModule):
         self.log("loss", loss)
         return {"loss": loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        out = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        self.log("val_size", out.logits.abs().mean())
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        out = self.model(**batch)
+        self.log("val_loss", out.loss)
+        self.log("val_size", out.logits.abs().mean(), batch_size=len(out.logits))
+        return {"loss": out.loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.5)

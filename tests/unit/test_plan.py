@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import random
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from lightning_pipeline.mesh import MeshSizes
-from lightning_pipeline.plan import Plan, condense_names, make_plan, stage_modules
+from lightning_pipeline.names import (
+    common_prefix,
+    condense_names,
+    cut_places,
+    partition_names,
+    stage_modules,
+)
+from lightning_pipeline.plan import Plan, make_plan
 from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.splitting import cuts_at
 
 
 def plan_of(name: str, sizes: MeshSizes, microbatches: int, costs: list[float]) -> Plan:
@@ -23,6 +35,7 @@ def plan_of(name: str, sizes: MeshSizes, microbatches: int, costs: list[float]) 
         parameters=[1_280_000 * (i + 1) for i in range(count)],
         bytes=[5_120_000 * (i + 1) for i in range(count)],
         notes=["`net.head` shares its weight with `net.stem`."],
+        partition=[f"net.blocks.{2 * i}" for i in range(1, count)],
     )
 
 
@@ -77,11 +90,78 @@ def test_illegal_plans_are_refused() -> None:
 def test_text() -> None:
     assert str(plan_of("1f1b", MeshSizes(2, 2), 8, [1.0, 3.0])).splitlines() == [
         "1F1B: 2 stages on 2 ranks, 2 replicas, 8 microbatches a step, predicted bubble 36.0 %",
-        "stage  rank  modules         parameters     size    cost  in flight",
-        "    0  2, 3  net.blocks.0-1      1.28 M  5.12 MB  25.0 %          2",
-        "    1  0, 1  net.blocks.2-3      2.56 M  10.2 MB  75.0 %          1",
+        "modules below net",
+        "stage  rank  modules     parameters     size    cost  in flight",
+        "    0  2, 3  blocks.0-1      1.28 M  5.12 MB  25.0 %          2",
+        "    1  0, 1  blocks.2-3      2.56 M  10.2 MB  75.0 %          1",
+        'partition=["net.blocks.2"]',
         "- `net.head` shares its weight with `net.stem`.",
     ]
+
+
+def long_plan() -> Plan:
+    block = "model.base_model.model.layers"
+    pieces = [
+        [f"{block}.{i}.{part}" for i in layers for part in ("input_layernorm", "self_attn.q_proj")]
+        for layers in ((0, 2, 4, 6), (8, 10))
+    ]
+    pieces[1].insert(0, f"{block}.6")
+    return make_plan(
+        get_schedule("1f1b"),
+        MeshSizes(2, 1),
+        2,
+        costs=[1.0, 1.0],
+        modules=stage_modules(pieces),
+        parameters=[1, 1],
+        bytes=[4, 4],
+        partition=partition_names(pieces),
+        cuts=cut_places(pieces),
+    )
+
+
+def test_long_names_are_wrapped_at_commas() -> None:
+    long = [f"long_name_of_a_module_{letter}" for letter in "abcd"]
+    plan = dataclasses.replace(
+        long_plan(), stages=(dataclasses.replace(long_plan().stages[0], modules=tuple(long)),)
+    )
+    first, more = str(plan).splitlines()[2:4]
+    assert first.split()[:5] == ["0", "1", f"{long[0]},", f"{long[1]},", "1"]
+    assert more.split() == [f"{long[2]},", long[3]]
+    assert more.index(long[2]) == first.index(long[0])
+
+
+def test_names_below_one_module_are_short() -> None:
+    lines = [" ".join(line.split()) for line in str(long_plan()).splitlines()]
+    assert lines[1:] == [
+        "modules below model.base_model.model",
+        "stage rank modules parameters size cost in flight",
+        "0 1 layers.0, layers.2, layers.4, layers.6.{input_layernorm, 1 4 B 50.0 % 2",
+        "self_attn}",
+        "1 0 layers.6 (own code), layers.8, layers.10 1 4 B 50.0 % 1",
+        "cut at model.base_model.model.layers.6.self_attn.q_proj | "
+        "... model.base_model.model.layers.8.input_layernorm",
+    ]
+
+
+def test_a_narrow_table_keeps_its_names() -> None:
+    console = Console(file=io.StringIO(), width=70)
+    console.print(long_plan())
+    text = console.file.getvalue()
+    assert "\u2026" not in text
+    cells = [line.split("\u2502")[3].strip() for line in text.splitlines() if "\u2502" in line]
+    found = "".join(cells).replace(",", "").replace(" ", "")
+    assert "layers.6.{input_layernormself_attn}" in found and "layers.10" in found
+
+
+def test_what_is_new_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = long_plan()
+    other = dataclasses.replace(plan, microbatches=4, bubble=0.5)
+    noted = dataclasses.replace(plan, notes=("A note.",))
+    moved = dataclasses.replace(plan, stages=plan.stages[::-1])
+    assert plan.adds_to(None) and noted.adds_to(plan) and moved.adds_to(plan)
+    assert not other.adds_to(plan) and not plan.adds_to(noted)
+    noted.print()
+    assert capsys.readouterr().out == f"{noted}\n"
 
 
 def test_rich_shows_the_same_cells() -> None:
@@ -153,3 +233,60 @@ def test_stage_modules_names_whole_modules():
         [],
     ]
     assert stage_modules([[""], ["a"]]) == [[""], ["a"]]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "partition", "cuts"),
+    [
+        ([["stem", "n.0.a", "n.0"], ["n.1.a", "n.1"]], ("n.1",), ("n.0.a ... | n.1.a",)),
+        ([["n.0.a"], ["n.0", "n.0.b"]], None, ("n.0.a | ... n.0.b",)),
+        ([["n.a", "n"], ["n"], ["n", "n.b"]], None, ("n.a ... | ... n.b",) * 2),
+        ([["n.0.a"], ["n.0.b"], ["", "h"]], None, ("n.0.a | n.0.b", "n.0.b | ... h")),
+        ([["e"], ["e", "h"]], None, ("e | e",)),  # a module that is called twice
+        ([["e"], [], ["h"]], None, ("e | h", "e | h")),
+        ([["n.0", "n.0.a"], ["n.1", "n.1.a"]], ("n.1",), ("n.0.a | ... n.1.a",)),
+        ([[], ["", "h"], ["", ""]], None, ("| ... h", "h | ...")),
+    ],
+)
+def test_cuts_are_named(pieces, partition, cuts):
+    assert partition_names(pieces) == partition
+    assert cut_places(pieces) == cuts
+
+
+def test_a_stage_of_own_code_says_so():
+    pieces = [["n.0.qkv"], ["n.0", "n.0"], ["n.0.out", "n.1"], ["n.1"]]
+    assert stage_modules(pieces) == [["n.0.qkv"], ["n.0 (own code)"], ["n.0.out", "n.1"], ["n.1"]]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_named_partitions_make_the_same_cut(seed):
+    dice = random.Random(seed)
+    names = [
+        ".".join(str(dice.randrange(2)) for _ in range(dice.randrange(1, 4)))
+        for _ in range(dice.randrange(3, 9))
+    ]
+    if seed % 2:
+        names.sort()
+    bounds = [0, *sorted(dice.sample(range(1, len(names)), 2)), len(names)]
+    found = partition_names([names[a:b] for a, b in pairwise(bounds)])
+    if found is not None:
+        assert cuts_at(names, found, np.ones(len(names) + 1, bool), 3) == bounds[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], ""),
+        ([""], ""),
+        (["a"], ""),
+        (["a.b.c", "a.b.d"], "a.b"),
+        (["a.b.0", "a.b.1"], "a"),
+        (["a.0", "a.1"], ""),
+        (["a.b", "a.b.c"], "a"),
+        (["a.b", "c.b"], ""),
+        (["a.0.b", "a.0.c"], "a.0"),
+        (["a.b.3 (own code)", "a.b.4"], "a"),
+    ],
+)
+def test_common_prefix(names, expected):
+    assert common_prefix(names) == expected

@@ -143,7 +143,7 @@ class InplaceInput(Chain):
         return h + x + skip
 
 
-@register(pieces=3, condition="3 pieces")
+@register()
 class InplaceGrad(Chain):
     """A tensor that needs a gradient only after an in-place addition."""
 
@@ -170,8 +170,7 @@ class ModuleTwice(Chain):
     vectors,
     ((8, 1), (5, 1)),
     separable=False,
-    pieces=3,
-    condition="BatchNorm called twice, 3 pieces",
+    condition="BatchNorm called twice",
 )
 class BatchNormTwice(Chain):
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def row(name: str, model: Model) -> str:
         condition = model.condition or f"“{model.refusal}”"
     else:
         result = "same" if model.separable else "same as accumulated"
-        stages = ", ".join(str(count) for count in LAYOUTS if count <= model.pieces)
+        stages = ", ".join(str(count) for count in LAYOUTS)
         condition = model.condition
     return f"| {what} | {model.library} | {stages} | {result} | {condition} |"
 

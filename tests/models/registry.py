@@ -36,7 +36,6 @@ class Model:
         refusal: Words of the error, for a model that a pipeline cannot train.
         only_in_steps: Whether it is the step's call that is refused, while its forward can be cut.
         loss_dtype: Precision of the loss, if it is another.
-        pieces: Most stages that can all have a part of it, 4 for 4 and more.
     """
 
     make: Callable[[], nn.Module]
@@ -48,7 +47,6 @@ class Model:
     refusal: str = ""
     only_in_steps: bool = False
     loss_dtype: torch.dtype | None = None
-    pieces: int = 4
 
     @property
     def library(self) -> str:

@@ -45,6 +45,12 @@ def cross(tensor: Tensor) -> Tensor:
     return _Boundary.apply(tensor)
 
 
+def forget_values(sent: Any) -> None:
+    """Lets go of the memory of values that are on their way; their place in the graph stays."""
+    for value in sent if isinstance(sent, tuple) else (sent,):
+        value.data = value.new_empty(()).expand(value.shape)
+
+
 def check_planned(stage: int, values: Sequence[Tensor], metas: Sequence[TensorMeta]) -> None:
     """Refuses values that the next stage has no room for.
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lightning_pipeline.actions import action_lists
-from lightning_pipeline.boundary import can_split, check_planned, cross
+from lightning_pipeline.boundary import can_split, check_planned, cross, forget_values
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
@@ -191,11 +191,11 @@ class _Stage(PipelineStage):
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         super().set_local_fwd_input(prev_stage_outputs, mb_index)
-        _forget_values(prev_stage_outputs)
+        forget_values(prev_stage_outputs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         operations = super().get_fwd_send_ops(fwd_chunk_id)
-        _forget_values(self.fwd_cache[fwd_chunk_id][0])  # the operations have aliases
+        forget_values(self.fwd_cache[fwd_chunk_id][0])  # the operations have aliases
         if self.sends is not None:
             return self.sends.post((self.stage_index, "F", fwd_chunk_id), operations)
         return operations
@@ -269,12 +269,6 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             self.body.work.finished(self.stage_index)
-
-
-def _forget_values(sent: Any) -> None:
-    """Lets go of the memory of values that are on their way; their place in the graph stays."""
-    for value in sent if isinstance(sent, tuple) else (sent,):
-        value.data = value.new_empty(()).expand(value.shape)
 
 
 def _as_tensors(metas: list[list[TensorMeta]]) -> list[tuple[Tensor, ...]]:

@@ -17,7 +17,14 @@ from lightning_pipeline.merging import Merger, Place, detached, mean
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.placing import Held
 from lightning_pipeline.splitting import is_elsewhere, state_items
-from lightning_pipeline.steps import Carries, Microbatch, Runner, TensorMeta, gradient_missing
+from lightning_pipeline.steps import (
+    Carries,
+    Microbatch,
+    Runner,
+    TensorMeta,
+    gradient_missing,
+    modes_of,
+)
 from lightning_pipeline.steps.patches import patched
 
 
@@ -173,18 +180,47 @@ class StepPass:
         if not self.cut.is_filler(microbatch):
             self.came |= {(stage, i) for i, grad in enumerate(gradients) if grad is not None}
 
-    def check_gradients(self) -> None:
-        """Refuses a batch whose loss does not depend on what it did depend on before.
+    def check_dependence(self, is_last: bool) -> None:
+        """Refuses a step that did in this batch what it was not planned with.
+
+        Args:
+            is_last: Whether this rank has run the step to its end.
 
         Raises:
-            StepError: Naming the call.
+            StepError: If it has switched what stages inside of its calls do not see, or its loss
+                does not depend on a call any more.
         """
         plan = self.microbatches[0].plan
-        missing = plan.expected.check(self.came)
+        switches = any(microbatch.plan.switches for microbatch in self.microbatches)
+        if is_last and not switches and modes_of(self._module) != self.modes:
+            raise StepError(
+                f"{plan.step} switched the mode or requires_grad of modules, but did not when it "
+                "was planned: ranks that run the inside of its calls do not see it. Switch them in "
+                "a hook, e.g. on_train_batch_start."
+            )
+        missing = plan.expected.check(self.came) if self.trains else None
         if missing is not None:
             stage, value = missing
             label = plan.calls[plan.carried[stage][value].call].label
             raise gradient_missing(plan.step, label)
+
+    def check_fingerprints(self) -> None:
+        """Refuses a batch of which two ranks have computed different arguments of a call.
+
+        Raises:
+            StepError: Naming the call.
+        """
+        for runner in self.runners.values():
+            flags, runner.mismatches = runner.mismatches, []
+            if flags and bool(torch.stack([flag.to(runner.device) for _, flag in flags]).any()):
+                call = next(name for name, flag in flags if bool(flag))
+                raise StepError(
+                    f"{self.microbatches[0].plan.step}: the arguments of {call} on stage "
+                    f"{runner.stage} differ from those on the stage before: what the step computes "
+                    "from them is not the same on every rank. Usual causes: an attribute that only "
+                    "the end of the step changes, or a random source that seed_everything does not "
+                    "know."
+                )
 
     def finished(self, stage: int) -> None:
         self.held.reducer.finished(stage)
@@ -204,6 +240,10 @@ class StepPass:
         index = rest[0] if rest and type(rest[0]) is int else None
         return Merger(self.cut.all_sizes, self._shares(), self.counts, self.unsure, index)
 
+    @property
+    def _module(self) -> nn.Module:
+        return next(iter(self.runners.values())).module
+
     def assigned_attributes(self) -> dict[str, Any]:
         """What the step would have set attributes to for the whole batch, on the last stage."""
         if not self.assigned:
@@ -211,6 +251,19 @@ class StepPass:
         carried = self.carries.join(self.wholes, self.assigned)
         others = [{n: v for n, v in given.items() if n not in carried} for given in self.assigned]
         return {**self._merger().attributes(others), **carried}
+
+    def more(self) -> tuple[Any, dict[Place, list[Any]], dict[str, Any]] | None:
+        """What other ranks need of the last stage besides logs; ``None`` for the usual step."""
+        output, appended, assigned = (
+            self.output(),
+            self.appended_to_lists(),
+            self.assigned_attributes(),
+        )
+        if self.trains:  # the loss travels by itself
+            rest = dict(output) if isinstance(output, Mapping) else {}
+            rest.pop("loss", None)
+            output = rest or None
+        return (output, appended, assigned) if output is not None or appended or assigned else None
 
     def output(self) -> Any:
         """What the step would have returned for the whole batch, on the last stage."""

@@ -251,15 +251,13 @@ class Pipeline:
             self._computed.inside_step = False
             set_attributes(self._module, work.wholes)
         self._computed.forget()
-        self._check_modes(step, work)
-        if trains:
-            work.check_gradients()
-        recorder, more = (work.recorder, _more(work)) if self._mesh.is_last else (None, None)
+        work.check_dependence(self._mesh.is_last)
+        recorder, more = (work.recorder, work.more()) if self._mesh.is_last else (None, None)
         weight = work.weight() if self._mesh.is_last else None
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
         if trains:
             self.held.reducer.weigh(weight)
-        self._check_fingerprints(step)
+        work.check_fingerprints()
         output, appended, assigned = more or (None, {}, {})
         for path, entries in appended.items():
             append(self._module, path, entries)
@@ -284,7 +282,8 @@ class Pipeline:
         counts = self._placed.observer.counts.setdefault(step, set())
         recorder = LogRecorder(self._module, metrics, self._sizes.setdefault(step, {}), counts)
         batches = self._microbatches(batch, cut, step)
-        plans = self._plans_of(step, batch, batches, cut, rest)
+        mode = self._mode()
+        plans = self._plans_of(step, batch, batches, cut, rest, mode)
         carries = self._placed.observer.carries
         wholes = carries.wholes(frozenset().union(*(plan.reads for plan in plans)))
         starts = carries.starts(wholes, cut.sizes)
@@ -313,13 +312,19 @@ class Pipeline:
             wholes,
             counts,
             frozenset(self._placed.observer.unsure.get(step, ())),
-            modes_of(self._module),
+            mode[0],
         )
 
     def _plans_of(
-        self, step: str, batch: Any, microbatches: list[Any], cut: Cut, rest: tuple[Any, ...]
+        self,
+        step: str,
+        batch: Any,
+        microbatches: list[Any],
+        cut: Cut,
+        rest: tuple[Any, ...],
+        mode: Hashable,
     ) -> list[StepPlan]:
-        starts, mode = self._placed.observer.carries.likely_starts(step, cut.sizes), self._mode()
+        starts = self._placed.observer.carries.likely_starts(step, cut.sizes)
 
         def plan(index: int, microbatch: Any) -> StepPlan:
             number = 0 if cut.is_filler(index) else index
@@ -360,28 +365,6 @@ class Pipeline:
             self._repeated = recomputed_blocks(self._module, kinds, self._device, wrap)
         return self._repeated
 
-    def _check_modes(self, step: str, work: StepPass) -> None:
-        """Refuses a step that switches what stages inside of its calls do not see."""
-        switches = any(microbatch.plan.switches for microbatch in work.microbatches)
-        if self._mesh.is_last and not switches and modes_of(self._module) != work.modes:
-            raise StepError(
-                f"{step} switched the mode or requires_grad of modules, but did not when it was "
-                "planned: ranks that run the inside of its calls do not see it. Switch them in a "
-                "hook, e.g. on_train_batch_start."
-            )
-
-    def _check_fingerprints(self, step: str) -> None:
-        for runner in self._runners[step].values():
-            flags, runner.mismatches = runner.mismatches, []
-            if flags and bool(torch.stack([flag.to(self._device) for _, flag in flags]).any()):
-                call = next(name for name, flag in flags if bool(flag))
-                raise StepError(
-                    f"{step}: the arguments of {call} on stage {runner.stage} differ from those on "
-                    "the stage before: what the step computes from them is not the same on every "
-                    "rank. Usual causes: an attribute that only the end of the step changes, or a "
-                    "random source that seed_everything does not know."
-                )
-
     def _cut(self, batch: Any, step: str, trains: bool = False) -> Cut:
         # BatchNorm refuses to normalise a single row in training.
         by_batch = normalises_batches(self._module)
@@ -403,21 +386,10 @@ class Pipeline:
     def _microbatches(self, batch: Any, cut: Cut, step: str) -> list[Any]:
         return cut_together(batch, step, loader_levels(self._module, batch), cut)
 
-    def _mode(self) -> Hashable:
-        """What a plan depends on besides shapes; equal on all ranks."""
+    def _mode(self) -> tuple[Hashable, bool, bool]:
+        """What a plan depends on besides shapes, modes of modules first; equal on all ranks."""
         return (
             modes_of(self._module),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
         )
-
-
-def _more(work: StepPass) -> Any:
-    """What other ranks need of the last stage besides logs; ``None`` for the usual step."""
-    output, appended = work.output(), work.appended_to_lists()
-    assigned = work.assigned_attributes()
-    if work.trains:  # the loss travels by itself
-        rest = dict(output) if isinstance(output, Mapping) else {}
-        rest.pop("loss", None)
-        output = rest or None
-    return (output, appended, assigned) if output is not None or appended or assigned else None

@@ -243,8 +243,12 @@ def one_optimizer(module: LightningModule) -> Iterator[None]:
         ) from None
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers that need more than this rank's parameters.
+def check_optimizers(optimizers: Sequence[Optimizer], num_ranks: int) -> None:
+    """Refuses optimizers that need more than this rank's parameters, and warns of those that may.
+
+    Args:
+        optimizers: Those of the run.
+        num_ranks: Ranks of one pipeline.
 
     Raises:
         MisconfigurationException: If one is L-BFGS, or its step is compiled.
@@ -264,6 +268,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "look into the whole training step, which the optimizer calls. Leave the step of "
                 f"{type(optimizer).__name__} as it is; fused=True makes one kernel of it."
             )
+    warn_of_optimizers(optimizers, num_ranks)
 
 
 def warn_of_optimizers(optimizers: Sequence[Optimizer], num_ranks: int) -> None:

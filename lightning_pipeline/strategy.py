@@ -48,7 +48,6 @@ from lightning_pipeline.refusals import (
     check_precision,
     check_start_method,
     one_optimizer,
-    warn_of_optimizers,
 )
 from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.sharing import share_random_state, share_state
@@ -250,8 +249,7 @@ class PipelineStrategy(BuildingStrategy):
         assert self.lightning_module is not None
         with one_optimizer(self.lightning_module):
             super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
-        warn_of_optimizers(self.optimizers, self.mesh.sizes.pipeline)
+        check_optimizers(self.optimizers, self.mesh.sizes.pipeline)
         if self._what_is_held() is not None:  # an earlier run left the module spread
             self._drop_foreign_state()
 
@@ -338,14 +336,14 @@ class PipelineStrategy(BuildingStrategy):
         """The module and its pipeline, placed by the first batch of the run."""
         module, pipeline = self.lightning_module, self._pipeline
         assert module is not None and pipeline is not None and self._averages is not None
-        if step == "training_step" and pipeline.is_placed and pipeline.placed.is_provisional:
-            with self._failing_together():
-                pipeline.take_back()
-                self._averages.take_back()
-        if not pipeline.is_placed:
+        again = step == "training_step" and pipeline.placed.is_provisional
+        if again or not pipeline.is_placed:
             self._end_examples()
             fitting = module.trainer.state.fn == TrainerFn.FITTING
             with self._failing_together():
+                if again:
+                    pipeline.take_back()
+                    self._averages.take_back()
                 pipeline.place(step, args, fitting, self._show)
                 self._averages.release(pipeline.holders)
             self._deferred = self._recipes = None

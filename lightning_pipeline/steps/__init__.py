@@ -3,8 +3,8 @@
 from lightning_pipeline.steps.analyst import Analyst
 from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
 from lightning_pipeline.steps.carrying import Carries
+from lightning_pipeline.steps.dependence import gradient_missing
 from lightning_pipeline.steps.execution import Manner, compiled
-from lightning_pipeline.steps.gradients import gradient_missing
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.leftovers import modes_of
 from lightning_pipeline.steps.patches import patched

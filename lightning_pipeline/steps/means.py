@@ -99,6 +99,11 @@ def what_it_means(losses: Iterable[ClassLoss], batch: Any, rows: tuple[int, int]
     return next((text for text in (WEIGHTED, IGNORING, SUMMED) if text in found), None)
 
 
+def has_weight(returned: Any) -> bool:
+    """Whether a step returns what its loss counts."""
+    return isinstance(returned, Mapping) and returned.get("weight") is not None
+
+
 def _is_uneven(ignored: Tensor, rows: int) -> bool:
     """Whether rows have different numbers of what is ignored."""
     if not rows or ignored.numel() % rows:

@@ -13,7 +13,7 @@ from lightning_pipeline.splitting import StageFunction
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
-from lightning_pipeline.steps.gradients import Expected
+from lightning_pipeline.steps.dependence import Expected
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.order import Order
 from lightning_pipeline.steps.pending import TensorMeta

@@ -31,8 +31,8 @@ from lightning_pipeline.steps.attributes import (
     take_off,
 )
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.dependence import Undone
 from lightning_pipeline.steps.execution import Execution, Manner
-from lightning_pipeline.steps.gradients import Undone
 from lightning_pipeline.steps.patches import past_compilation, patched, present, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls

@@ -7,7 +7,7 @@ on every stage and is never recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ from lightning_pipeline.steps.checks import (
 from lightning_pipeline.steps.counters import changed, numbers_of, refuse_counters
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.leftovers import Leftovers, manner_of, modes_of
-from lightning_pipeline.steps.means import ClassLoss
+from lightning_pipeline.steps.means import ClassLoss, has_weight
 from lightning_pipeline.steps.patches import past_compilation, patched, silenced, targets
 from lightning_pipeline.steps.pending import TensorMeta, tensors
 from lightning_pipeline.steps.streams import stream
@@ -302,9 +302,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         run = _Surveyor(module, asked.analyst, asked.analyst.ambient(), asked.device, asked.made_up)
         before, counted, modes = Snapshot.of(module), numbers_of(module), modes_of(module)
         run.state = run.held()
-        returned, error, uses = _observe(run, asked, batch, cut_at)
-        assert run.taint is not None
-        taint = run.taint
+        returned, error, uses, taint = _observe(run, asked, batch, cut_at)
         run.leftovers.look(returned)
         run.leftovers.refuse(asked.step)
         writes = own_writes(module, asked.step, run.calls, taint.written, taint.used, run.state)
@@ -321,8 +319,8 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
             name: Observed(
                 uses.read[name],
                 value,
-                run.taint.is_made(after.attributes[name]),
-                run.taint.reads_values,
+                taint.is_made(after.attributes[name]),
+                taint.reads_values,
                 uses.reads[name],
                 name in uses.read_again,
             )
@@ -337,10 +335,10 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
     for call, answers in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in answers)
     numbers = numbers_in(made)
-    is_unsure = run.taint.reads_values
+    is_unsure = taint.reads_values
     return Survey(
         calls=run.calls,
-        used=first_uses(module, run.taint),
+        used=first_uses(module, taint),
         writes=writes,
         writes_batch=any(tensor._version != version for tensor, version in versions),
         switches=switches,
@@ -354,7 +352,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
             for place, number in numbers.items()
             if not int(number) and (is_unsure or isinstance(number, Tensor))
         ),
-        losses=[] if _has_weight(returned) else run.taint.losses,
+        losses=[] if has_weight(returned) else taint.losses,
         targets=cut_at,
         by_hand=asked.by_hand,
         error=error,
@@ -375,8 +373,8 @@ def _see_again(
 
 def _observe(
     run: _Surveyor, asked: Request, batch: Any, cut_at: list[tuple[str, nn.Module]]
-) -> tuple[Any, Exception | None, Uses]:
-    """What the step returns and raises, and how it uses attributes."""
+) -> tuple[Any, Exception | None, Uses, Taint]:
+    """What the step returns and raises, how it uses attributes, and what comes from which call."""
     module = asked.module
     changes: list[tuple[object, str, Any]]
     changes = [(child, "forward", run.wrap(name, child)) for name, child in cut_at]
@@ -387,10 +385,10 @@ def _observe(
     changes += [*silenced(module, readable=True), (module, "log", run.note_log)]
     returned, error, uses = None, None, Uses()
     run.show_stand_ins(True)
-    run.taint = Taint(module, lambda: len(run.calls), run.leftovers, asked.made_up)
+    taint = run.taint = Taint(module, lambda: len(run.calls), run.leftovers, asked.made_up)
     try:
         eager = torch.compiler.set_stance("force_eager")  # what is compiled is run, not traced
-        with eager, patched(changes), run.taint, attributes_noted(module) as uses:
+        with eager, patched(changes), taint, attributes_noted(module) as uses:
             returned = getattr(module, asked.step)(batch, *asked.rest)
     except PipelineError:
         raise
@@ -398,8 +396,4 @@ def _observe(
         error = raised.with_traceback(None)  # its frames would keep the graph alive
     finally:
         run.show_stand_ins(False)
-    return returned, error, uses
-
-
-def _has_weight(returned: Any) -> bool:
-    return isinstance(returned, Mapping) and returned.get("weight") is not None
+    return returned, error, uses, taint

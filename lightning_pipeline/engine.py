@@ -1,36 +1,32 @@
-"""One pass over the stages: torch's pipeline schedules, driven with static metadata.
-
-The only module that runs torch.distributed.pipelining. Its private names are those of torch 2.13.
-"""
+"""One pass over the stages of a rank: forwards, backwards and messages in the schedule's order."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining._utils import extract_tensor_meta
-from torch.distributed.pipelining.stage import _RecvInfo
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_pipeline.actions import action_lists
-from lightning_pipeline.boundary import can_split, check_planned, cross, forget_values
+from lightning_pipeline.actions import Action, action_lists
+from lightning_pipeline.backward import Deferred, split_backward
+from lightning_pipeline.boundary import check_planned, cross
 from lightning_pipeline.cache import Cache
+from lightning_pipeline.lowering import Transfer, lower
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
-from lightning_pipeline.sends import Sends
+from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.steps import TensorMeta
+from lightning_pipeline.wire import Parcel, Wire
 
-# On an error torch logs the whole action list of the schedule around the user's traceback.
-logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
-
-_EMPTY = TensorMeta((0,), torch.float32, False)
-# As many as plans: a pass has meta tensors and lists of actions only, 2 ms to make, but a run that
-# goes through more shapes in turn than fit would make one every step.
+# As many as plans: a pass is a few lists, but a run that goes through more shapes in turn than fit
+# would make one every step.
 _CACHED_PASSES = 256
+
+_Key = tuple[str, int, int]
+"""``"F"`` for values and ``"B"`` for gradients, the stage that gets them, and the microbatch."""
 
 
 class Work(Protocol):
@@ -71,216 +67,39 @@ class Work(Protocol):
         """All weight gradients of ``stage`` are there."""
 
 
-class _Body(nn.Module):
-    """The module that torch sees as a stage. It registers no submodule: the model stays whole."""
+@dataclass
+class _Frame:
+    """What a backward needs of the forward of one stage and microbatch.
 
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index, self.microbatch, self.num_sent = index, 0, 0
-        self.work: Work
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return iter(self.work.parameters(self.index))
-
-    def forward(self, *received: Tensor) -> Any:
-        work, microbatch = self.work, self.microbatch
-        if received:  # empty ones at the end only make the counts of all microbatches equal
-            received = received[: len(work.boundary(self.index, microbatch))]
-        out = work.forward(self.index, microbatch, tuple(map(cross, received)))
-        if isinstance(out, Tensor):
-            return out
-        metas = work.boundary(self.index + 1, microbatch)
-        check_planned(self.index, out, metas)
-        # A gradient comes back only where the plan says so.
-        sent = [
-            cross(value if meta.requires_grad else value.detach())
-            for value, meta in zip(out, metas, strict=True)
-        ]
-        surplus = self.num_sent - len(sent)
-        return (*sent, *(out[-1].new_empty(0, dtype=_EMPTY.dtype),) * surplus)
-
-
-class _Stage(PipelineStage):
-    """A stage with metadata of its own for every microbatch, given beforehand.
-
-    Args:
-        index: Index of the stage.
-        num_stages: Number of stages.
-        received: Tensors that arrive, [microbatches][values]; equally many in all microbatches.
-        sent: Tensors that leave, likewise.
-        connected: Whether neighbours have sent to each other before.
+    Attributes:
+        received: Leaves of its graph, for all values that it got.
+        roots: For each value that is sent and wants a gradient, where its backward begins;
+            ``None`` if it does not depend on anything.
+        deferred: The weight gradients that are yet to be made.
     """
 
-    def __init__(
-        self,
-        index: int,
-        num_stages: int,
-        received: list[list[TensorMeta]],
-        sent: list[list[TensorMeta]],
-        device: torch.device,
-        group: Any,
-        connected: bool,
-    ) -> None:
-        self.body, self._connected = _Body(index), connected
-        self._received, self._sent = _as_tensors(received), _as_tensors(sent)
-        self._whole_backward: set[int] = set()
-        self._splits: dict[tuple[Any, ...], bool] = {}
-        self.sends: Sends | None = None
-        super().__init__(
-            self.body,
-            index,
-            num_stages,
-            device,
-            input_args=self._received[0],
-            output_args=self._sent[0],
-            group=group,
-        )
-        self.body.num_sent = len(self._sent[0])
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
-        # The vote on whether all have static metadata: that of the first pass connects neighbours,
-        # another one for each new shape would only be messages and a wait for them.
-        yes = torch.ones(1, dtype=torch.int32)
-        return yes if self._connected else super()._warmup_forward_vote(*args, **kwargs)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
-        yes = torch.ones(1, dtype=torch.int32)
-        return yes if self._connected else super()._warmup_backward_result(*args, **kwargs)
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        if not self.is_first:
-            for microbatch, metas in enumerate(self._received):
-                self._describe(self.args_recv_info[microbatch], metas)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        for microbatch, metas in enumerate(self._sent):
-            grads = tuple(meta if meta.requires_grad else None for meta in metas)
-            self._describe(self.grad_recv_info[microbatch], grads)
-
-    def _describe(self, infos: tuple[_RecvInfo, ...], metas: tuple[Tensor | None, ...]) -> None:
-        """Sets this microbatch's own metadata; torch would keep a buffer for each for ever."""
-        for info, meta in zip(infos, metas, strict=False):
-            info.tensor_meta = None if meta is None else extract_tensor_meta(meta)
-            info.buffer = None
-
-    def _make_buffers(self, infos: tuple[_RecvInfo, ...]) -> None:
-        for info in infos:
-            if info.tensor_meta is not None and not info.is_root_arg:
-                shape, dtype = info.tensor_meta.shape, info.tensor_meta.dtype
-                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        # New memory for every message: what the step keeps of it is not overwritten by the next.
-        self._make_buffers(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        if self.has_backward and not self.is_last:
-            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
-    ) -> None:
-        infos = self.grad_recv_info[mb_index]
-        missing = (i for i, grad in zip(infos, next_stage_bwd_outputs, strict=True) if grad is None)
-        self._make_buffers(tuple(missing))
-        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        super().set_local_fwd_input(prev_stage_outputs, mb_index)
-        forget_values(prev_stage_outputs)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
-        forget_values(self.fwd_cache[fwd_chunk_id][0])  # the operations have aliases
-        if self.sends is not None:
-            return self.sends.post((self.stage_index, "F", fwd_chunk_id), operations)
-        return operations
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        # A gradient that is missing is sent as zeros of this microbatch's shape.
-        self._stage_meta.input_grads = tuple(
-            extract_tensor_meta(meta.detach()) if meta.requires_grad else None
-            for meta in self._received[bwd_chunk_id]
-        )
-        operations = super().get_bwd_send_ops(bwd_chunk_id)
-        if self.sends is not None:
-            return self.sends.post((self.stage_index, "B", bwd_chunk_id), operations)
-        return operations
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.body.microbatch = fwd_chunk_id
-        if self.sends is not None:
-            self.sends.on_forward(self.stage_index, fwd_chunk_id)
-        try:
-            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-            for info in self.args_recv_info[fwd_chunk_id]:
-                info.buffer = None
-            if not self.has_backward:
-                self.fwd_cache[fwd_chunk_id] = (self.fwd_cache[fwd_chunk_id][0], [])
-            return out
-        except RuntimeError as error:
-            raise error.__cause__ or error from None  # torch wraps the user's exception
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        if self.sends is not None:
-            self.sends.wait((self.stage_index, "F", bwd_chunk_id))
-        if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
-            self._whole_backward.add(bwd_chunk_id)
-            full_backward = True
-        with torch.autocast(self.device.type, enabled=False):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if not self.is_first:
-            self.body.work.returned(self.stage_index, bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
-        if full_backward:
-            self._forget(bwd_chunk_id, loss)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if bwd_chunk_id in self._whole_backward:
-            self._whole_backward.discard(bwd_chunk_id)
-            return
-        with torch.autocast(self.device.type, enabled=False):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._forget(bwd_chunk_id, None)
-
-    def _forget(self, microbatch: int, loss: Tensor | None) -> None:
-        """Lets go of what torch keeps of a microbatch until the end of the pass."""
-        for info in self.grad_recv_info[microbatch] if self.has_backward else ():
-            info.buffer = None
-        if loss is not None:
-            loss.detach_()  # it is in the schedule's list of losses, with the whole graph
-
-    def _can_split(self, microbatch: int, loss: Tensor | None) -> bool:
-        shapes = tuple(tuple(meta.shape) for meta in self._received[microbatch])
-        if shapes not in self._splits:
-            outputs, inputs = self.fwd_cache[microbatch]
-            self._splits[shapes] = can_split([loss] if self.is_last else outputs, inputs)
-        return self._splits[shapes]
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            self.body.work.finished(self.stage_index)
+    received: list[Tensor]
+    roots: list[GradientEdge | None]
+    deferred: Deferred | None = None
 
 
-def _as_tensors(metas: list[list[TensorMeta]]) -> list[tuple[Tensor, ...]]:
-    """Meta tensors of all microbatches, filled up with empty ones to equal counts."""
-    most = max(len(values) for values in metas)
-    return [
-        tuple(
-            torch.empty(shape, dtype=dtype, device="meta").requires_grad_(requires_grad)
-            for shape, dtype, requires_grad in values + [_EMPTY] * (most - len(values))
-        )
-        for values in metas
-    ]
+@dataclass
+class _Order:
+    """What this rank does with batches of one kind.
+
+    Attributes:
+        steps: Actions and messages.
+        last_backward: For each stage, the action behind which its weight gradients are complete.
+        arrivals: What follows about the messages under way.
+        metas: What each stage receives of each microbatch.
+        parcels: What travels, values and gradients.
+    """
+
+    steps: list[Action | Transfer]
+    last_backward: dict[int, Action]
+    arrivals: Arrivals
+    metas: dict[tuple[int, int], list[TensorMeta]] = field(default_factory=dict)
+    parcels: dict[_Key, Parcel] = field(default_factory=dict)
 
 
 class Engine:
@@ -297,103 +116,190 @@ class Engine:
         self, mesh: Mesh, schedule: Schedule, stages_per_rank: int, device: torch.device
     ) -> None:
         self._mesh, self._schedule, self._device = mesh, schedule, device
+        self._stages_per_rank = stages_per_rank
         self._num_ranks = len(mesh.pipeline_ranks)
         self._num_stages = self._num_ranks * stages_per_rank
-        self._passes: Cache[tuple[list[_Stage], Any]] = Cache(_CACHED_PASSES)
-        self._connected = False
-        self._work: Work
+        self._orders: Cache[_Order] = Cache(_CACHED_PASSES)
+        self._wire = Wire(mesh.pipeline_group)
 
     def run(self, work: Work) -> None:
         """Runs all microbatches of ``work`` forward, and backward if it trains.
 
         Every rank of the pipeline calls it with the same batch. Gradients add up in ``.grad``.
         """
-        self._work = work
-        key = (work.trains, torch.is_inference_mode_enabled(), work.num_microbatches, work.key)
-        stages, schedule = self._passes.get(key, lambda: self._build(work))
-        for stage in stages:
-            stage.body.work = work
-        try:
-            # Each last stage gets the numbers of its microbatches as torch's loss targets.
-            targets = torch.arange(work.num_microbatches) if self._mesh.is_last else None
-            schedule.step(target=targets, return_outputs=False)
-            if stages[0].sends is not None:
-                stages[0].sends.finish()
-            self._connected = True
-        except BaseException:
-            self._passes.forget(key)  # it keeps half of a pass
-            raise
-        finally:
-            del self._work  # a cached pass must not keep a batch alive
-            for stage in stages:
-                stage.clear_runtime_states()
-                del stage.body.work
+        key = (work.trains, work.num_microbatches, work.key)
+        order = self._orders.get(key, lambda: self._build(work))
+        _Pass(order, work, self._wire, self._num_stages, self._device).run()
 
     def clear(self) -> None:
-        """Forgets all stages and their buffers."""
-        self._passes.clear()
+        """Forgets all orders."""
+        self._orders.clear()
 
-    def _build(self, work: Work) -> tuple[list[_Stage], Any]:
-        stages = [self._build_stage(index, work) for index in self._mesh.stages]
-        if not work.trains:
-            return stages, self._forward_only(stages, work.num_microbatches)
-        kind = torch_schedules.get_schedule_class(self._schedule.name)
-        kwargs = {"loss_fn": self._scaled_loss, "scale_grads": False}
-        if not self._schedule.is_single:
-            sizes = (self._num_ranks, len(stages), work.num_microbatches)
-            sends = Sends(
-                action_lists(self._schedule, *sizes),
-                torch_schedules._batch_p2p,
-                torch_schedules._wait_batch_p2p,
-            )
-            for stage in stages:
-                stage.sends = sends
-        given = stages[0] if self._schedule.is_single else stages
-        return stages, kind(given, work.num_microbatches, **kwargs)
+    def _build(self, work: Work) -> _Order:
+        sizes = self._num_ranks, self._stages_per_rank, work.num_microbatches
+        lists = action_lists(self._schedule, *sizes) if work.trains else self._forwards(*sizes)
+        steps = lower(lists, self._num_stages)[self._mesh.pipeline_rank]
+        last = {a.stage: a for a in steps if isinstance(a, Action) and a.op in "BW"}
+        order = _Order(steps, last, Arrivals(lists))
+        for stage in range(self._num_stages):
+            for microbatch in range(work.num_microbatches):
+                metas = work.boundary(stage, microbatch) if stage else []
+                order.metas[stage, microbatch] = metas
+                order.parcels["F", stage, microbatch] = Parcel(metas)
+                trained = [meta for meta in metas if meta.requires_grad]
+                order.parcels["B", stage - 1, microbatch] = Parcel(trained)
+        return order
 
-    def _build_stage(self, index: int, work: Work) -> _Stage:
-        def boundary(stage: int) -> list[list[TensorMeta]]:
-            if stage == 0:
-                return [[] for _ in range(work.num_microbatches)]
-            if stage == self._num_stages:  # the loss, which goes nowhere
-                return [[TensorMeta((), torch.float32, True)]] * work.num_microbatches
-            return [work.boundary(stage, m) for m in range(work.num_microbatches)]
+    def _forwards(self, ranks: int, per_rank: int, microbatches: int) -> list[list[Action]]:
+        """All forwards, stage after stage on every rank."""
+        held = [self._schedule.stages_of_rank(rank, ranks, per_rank) for rank in range(ranks)]
+        return [
+            [Action(stage, "F", m) for stage in sorted(stages) for m in range(microbatches)]
+            for stages in held
+        ]
 
-        received, sent = boundary(index), boundary(index + 1)
-        group = self._mesh.pipeline_group
-        sizes = index, self._num_stages
-        return _Stage(*sizes, received, sent, self._device, group, self._connected)
 
-    def _scaled_loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        # Not in place and never the loss itself, which split backward detaches.
-        return loss * self._work.loss_factor(int(target))
+class _Pass:
+    """One batch on its way through this rank.
 
-    def _forward_only(self, stages: list[_Stage], num_microbatches: int) -> Any:
-        """Breadth-first forward of all stages: torch's own lowering of an order without backward.
+    Args:
+        order: What to do.
+        work: The batch.
+        wire: The way to other ranks.
+        num_stages: Number of stages of the pipeline.
+        device: The rank's device.
+    """
 
-        torch validates that a schedule has backwards, and its ``eval()`` asserts on V placements;
-        so the backwards are listed, then taken out with their messages.
-        """
-        forward = torch_schedules._ComputationType.FORWARD
-        backward = torch_schedules._ComputationType.FULL_BACKWARD
-        microbatches = range(num_microbatches)
-        actions: dict[int, list[torch_schedules._Action | None]] = {}
-        for rank in range(self._num_ranks):
-            held = self._schedule.stages_of_rank(rank, self._num_ranks, len(stages))
-            ahead = [(s, forward, m) for s in sorted(held) for m in microbatches]
-            back = [(s, backward, m) for s in sorted(held, reverse=True) for m in microbatches]
-            actions[rank] = [torch_schedules._Action(*action) for action in ahead + back]
-        runtime = torch_schedules._PipelineScheduleRuntime(
-            stages, num_microbatches, loss_fn=None, scale_grads=False
-        )
-        runtime._prepare_schedule_with_comms(actions)
-        kept = {
-            forward,
-            torch_schedules._ComputationType.SEND_F,
-            torch_schedules._ComputationType.RECV_F,
+    def __init__(
+        self, order: _Order, work: Work, wire: Wire, num_stages: int, device: torch.device
+    ) -> None:
+        self._order, self._work, self._wire = order, work, wire
+        self._num_stages, self._device = num_stages, device
+        self._frames: dict[tuple[int, int], _Frame] = {}
+        # tensors for a stage of this rank, made here or on their way
+        self._here: dict[_Key, list[Tensor]] = {}
+        self._coming: dict[_Key, tuple[list[Tensor], list[Any]]] = {}
+        self._going: dict[_Key, tuple[list[Tensor], list[Any]]] = {}
+
+    def run(self) -> None:
+        """Does everything, and waits for what is under way."""
+        run: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_backward,
+            "W": self._weight_backward,
         }
-        for rank, lowered in runtime.pipeline_order_with_comms.items():
-            runtime.pipeline_order_with_comms[rank] = [
-                action for action in lowered if action.computation_type in kept
+        for step in self._order.steps:
+            if isinstance(step, Transfer):
+                (self._send if step.sends else self._receive)(step)
+                continue
+            run[step.op](step)
+            if self._order.last_backward.get(step.stage) == step:
+                self._work.finished(step.stage)
+        for key in list(self._going):
+            self._arrived(key)
+
+    # messages
+
+    def _tag(self, kind: str, stage: int, microbatch: int) -> int:
+        direction = 0 if kind == "F" else 1
+        return (microbatch * self._num_stages + stage) * 2 + direction
+
+    def _send(self, transfer: Transfer) -> None:
+        key = transfer.kind, transfer.stage, transfer.microbatch
+        messages = self._order.parcels[key].pack(self._here.pop(key))
+        self._going[key] = messages, self._wire.send(messages, transfer.peer, self._tag(*key))
+
+    def _receive(self, transfer: Transfer) -> None:
+        key = transfer.kind, transfer.stage, transfer.microbatch
+        messages = self._order.parcels[key].empty(self._device)
+        self._coming[key] = messages, self._wire.receive(messages, transfer.peer, self._tag(*key))
+
+    def _take(self, key: _Key) -> list[Tensor]:
+        """What has been made for a stage of this rank."""
+        if key in self._here:
+            return self._here.pop(key)
+        messages, handles = self._coming.pop(key)
+        for handle in handles:
+            handle.wait()
+        return self._order.parcels[key].unpack(messages)
+
+    def _arrived(self, key: _Key) -> None:
+        """Lets go of a message of which it is known that it has arrived."""
+        for handle in self._going.pop(key, ((), ()))[1]:
+            handle.wait()
+
+    # actions
+
+    def _forward(self, action: Action) -> None:
+        stage, _, microbatch = action
+        for earlier in self._order.arrivals.before(action):
+            self._arrived(("B", stage - 1, earlier))
+        metas = self._order.metas[stage, microbatch]
+        received: list[Tensor] = []
+        if stage:
+            for tensor, meta in zip(self._take(("F", stage, microbatch)), metas, strict=True):
+                received.append(tensor.detach().requires_grad_(meta.requires_grad))
+        out = self._work.forward(stage, microbatch, tuple(map(cross, received)))
+        if stage == self._num_stages - 1:
+            values, wanted = [out], [True]
+        else:
+            sent = self._order.metas[stage + 1, microbatch]
+            check_planned(stage, out, sent)
+            values, wanted = out, [meta.requires_grad for meta in sent]
+            self._here["F", stage + 1, microbatch] = [value.detach() for value in out]
+        if self._work.trains:
+            roots = [
+                get_gradient_edge(value) if value.requires_grad else None
+                for value, wants in zip(values, wanted, strict=True)
+                if wants
             ]
-        return runtime
+            self._frames[stage, microbatch] = _Frame(received, roots)
+            if stage == self._num_stages - 1:
+                factor = self._work.loss_factor(microbatch)
+                grad = torch.as_tensor(factor, dtype=out.dtype, device=out.device)
+                self._here["B", stage, microbatch] = [grad]
+
+    def _roots(self, action: Action) -> list[tuple[GradientEdge, Tensor]]:
+        """Where the backward begins, with the gradients there."""
+        stage, _, microbatch = action
+        self._arrived(("F", stage + 1, microbatch))  # its gradient comes back
+        grads = self._take(("B", stage, microbatch))
+        roots = self._frames[stage, microbatch].roots
+        return [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None]
+
+    def _backward(self, action: Action) -> None:
+        roots = self._roots(action)
+        frame = self._frames.pop(action[::2])
+        if roots:
+            with torch.autocast(self._device.type, enabled=False):
+                torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        self._give_back(action, [leaf.grad for leaf in frame.received])
+
+    def _input_backward(self, action: Action) -> None:
+        roots = self._roots(action)
+        frame = self._frames[action[::2]]
+        leaves = [leaf for leaf in frame.received if leaf.requires_grad]
+        with torch.autocast(self._device.type, enabled=False):
+            grads, frame.deferred = split_backward(roots, leaves)
+        found = iter(grads)
+        self._give_back(action, [next(found) if t.requires_grad else None for t in frame.received])
+        frame.received, frame.roots = [], []
+
+    def _weight_backward(self, action: Action) -> None:
+        deferred = self._frames.pop(action[::2]).deferred
+        assert deferred is not None, f"{action} comes before the gradient of its stage's inputs"
+        with torch.autocast(self._device.type, enabled=False):
+            deferred.run()
+
+    def _give_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        stage, _, microbatch = action
+        if not stage:
+            return
+        self._work.returned(stage, microbatch, tuple(grads))
+        metas = self._order.metas[stage, microbatch]
+        self._here["B", stage - 1, microbatch] = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=self._device) if grad is None else grad
+            for meta, grad in zip(metas, grads, strict=True)
+            if meta.requires_grad
+        ]

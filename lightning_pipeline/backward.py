@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 Node = torch.autograd.graph.Node
 
-_LEAF = "torch::autograd::AccumulateGrad"
+_LEAF = "AccumulateGrad"
 _WHOLE = "CheckpointFunctionBackward"
 """Reentrant checkpoints run in a backward of the whole graph only."""
 
@@ -151,7 +151,7 @@ class _Walk:
         self._give_up_shared()
         given = {id(leaf) for leaf in inputs}
         entries = [n for n in self._leaves if id(getattr(n, "variable", None)) in given]
-        self.now = self._upwards(entries or self._leaves[-1:])
+        self.now = self._closed(entries or self._leaves[-1:])
         self._find_borders(given)
 
     def _go(self, roots: Iterable[Node]) -> None:
@@ -160,7 +160,7 @@ class _Walk:
         self._seen.update(queue)
         for node in queue:
             self._order.append(node)
-            name = node.name()
+            name = _kind(node)
             self.is_whole |= name == _WHOLE
             use = _KINDS[name](node) if name in _KINDS else None
             if use is not None:
@@ -196,34 +196,36 @@ class _Walk:
                     self._leaves.remove(use.node)
                 self._go(children)
 
-    def _upwards(self, nodes: Sequence[Node]) -> set[Node]:
+    def _closed(self, nodes: Sequence[Node]) -> set[Node]:
+        """All nodes on a way to one of some, or to a leaf that those lead to as well."""
+        ends = set(self._leaves)
         found, queue = set(nodes), list(nodes)
         for node in queue:
-            for user in self._users.get(node, ()):
-                if user not in found:
-                    found.add(user)
-                    queue.append(user)
+            reached = [n for n in self._following(node) if n in ends]
+            for other in (*self._users.get(node, ()), *reached):
+                if other not in found:
+                    found.add(other)
+                    queue.append(other)
         return found
 
     def _find_borders(self, given: set[int]) -> None:
-        edges: dict[tuple[Node, int], None] = {}
-        leaves: dict[Node, None] = {}
-        for node in self._order:
-            if node not in self.now:
-                continue
-            if node.name() == _LEAF:
-                leaves[node] = None
-            followed = self._following(node)
-            for child, position in node.next_functions:
-                if child is None or child in self.now or child not in followed:
-                    continue
-                if child.name() == _LEAF:
-                    leaves[child] = None
-                else:
-                    edges[child, position] = None
+        leaves = [node for node in self._order if node in self.now and _kind(node) == _LEAF]
         variables: list[Tensor] = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
         self.others = [leaf for leaf in variables if id(leaf) not in given]
+        edges = {
+            (child, position): None
+            for node in self._order
+            if node in self.now
+            for followed in [self._following(node)]
+            for child, position in node.next_functions
+            if child is not None and child not in self.now and child in followed
+        }
         self.cut = [GradientEdge(*edge) for edge in edges]
+
+
+def _kind(node: Node) -> str:
+    # not by node.name(): a user's function may have left something else under that name
+    return type(node).__name__
 
 
 def _add(leaf: Tensor, grad: Tensor, *, owned: bool) -> None:
@@ -244,7 +246,7 @@ def _parameter(node: Node | None) -> tuple[nn.Parameter | None, bool, list[Node]
     way, transposed = [], False
     while node is not None:
         way.append(node)
-        name = node.name()
+        name = _kind(node)
         if name == _LEAF:
             leaf = node.variable  # type: ignore[attr-defined]
             return (leaf if _can_wait(leaf) else None), transposed, way

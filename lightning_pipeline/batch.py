@@ -58,8 +58,19 @@ def even_cut(rows: int, real: int, total: int) -> Cut:
     return Cut(tuple(base + (index < rest) for index in range(real)), total)
 
 
+_LEAVES = frozenset([Tensor, bool, int, float, str, bytes, type(None)])
+
+
 def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Children of a container and what makes a container of them; ``None`` for a leaf."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return None
+    if kind is list or kind is tuple:
+        return list(value), kind
+    if kind is dict:
+        keys = list(value)
+        return list(value.values()), lambda new: dict(zip(keys, new, strict=True))
     if _is_tensor_collection(value):
         names = list(value.keys())
         return [value.get(name) for name in names], lambda new: _with_entries(value, names, new)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline.actions import Action, action_lists
+from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.backward import Deferred, split_backward
 from lightning_pipeline.boundary import check_planned, cross
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.lowering import Transfer, lower
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
-from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.steps import TensorMeta
 from lightning_pipeline.wire import Parcel, Wire
 
@@ -56,9 +56,6 @@ class Work(Protocol):
 
     def loss_factor(self, microbatch: int) -> float | Tensor:
         """What the loss of ``microbatch`` is multiplied by before its backward."""
-
-    def parameters(self, stage: int) -> list[nn.Parameter]:
-        """Parameters that ``stage`` holds."""
 
     def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradients of what ``stage`` received are there."""

@@ -36,9 +36,7 @@ class Transfer(NamedTuple):
     peer: int
 
 
-def lower(
-    lists: Sequence[Sequence[Action]], num_stages: int
-) -> list[list[Action | Transfer]]:
+def lower(lists: Sequence[Sequence[Action]], num_stages: int) -> list[list[Action | Transfer]]:
     """Puts the messages into the lists of all ranks.
 
     Args:
@@ -48,7 +46,9 @@ def lower(
     rank_of = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     lowered: list[list[Action | Transfer]] = [[] for _ in lists]
     timeline = simulate(lists, [StageTime(1, 1, 1)] * num_stages)
-    ends = [(span.end, rank, span.action) for rank, row in enumerate(timeline.spans) for span in row]
+    ends = [
+        (span.end, rank, span.action) for rank, row in enumerate(timeline.spans) for span in row
+    ]
     for _, rank, action in sorted(ends):
         lowered[rank].append(action)
         if action.op == "W":

@@ -173,9 +173,6 @@ class StepPass:
             return [self.cut.share(index) for index in range(len(self.cut.sizes))]
         return [(weight or 0.0) / (total or 1.0) for weight in self.weights]
 
-    def parameters(self, stage: int) -> list[nn.Parameter]:
-        return self.held.parameters[stage]
-
     def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
         if not self.cut.is_filler(microbatch):
             self.came |= {(stage, i) for i, grad in enumerate(gradients) if grad is not None}

@@ -39,12 +39,13 @@ from lightning_pipeline.steps import (
     StepPlan,
     append,
     compiled,
+    kept_random_state,
     mix,
     modes_of,
     patched,
     recomputed_blocks,
+    seed_all,
     set_attributes,
-    stream,
 )
 from lightning_pipeline.writing import Writers
 
@@ -241,11 +242,12 @@ class Pipeline:
         self._computed.inside_step = True
         try:
             blocks = self._blocks() if trains else []
-            with self._mesh.within(Scope.REPLICAS), patched(blocks):
-                self._engine.run(work)
-            if self.norms is not None:
-                self.norms.end_batch()
-            with stream(mix(self._seed, work.microbatches[0].seed), self._device):
+            with kept_random_state(self._device):
+                with self._mesh.within(Scope.REPLICAS), patched(blocks):
+                    self._engine.run(work)
+                if self.norms is not None:
+                    self.norms.end_batch()
+                seed_all(mix(self._seed, work.microbatches[0].seed), self._device)
                 work.metrics.finish()
         finally:
             self._computed.inside_step = False
@@ -295,6 +297,7 @@ class Pipeline:
                 mix(seed, self._mesh.data_rank, index),
                 None if cut.is_filler(index) else recorder,
                 starts[0 if cut.is_filler(index) else index],
+                index in (0, number % len(batches)),
             )
             for index, (microbatch, plan) in enumerate(zip(batches, plans, strict=True))
         ]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _FunctionBase
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -40,7 +39,6 @@ __all__ = [
     "CheckpointFunction",
     "FakeTensor",
     "FakeTensorMode",
-    "FunctionBase",
     "TorchDispatchMode",
     "causal_masks_unread",
     "default_store",
@@ -51,7 +49,6 @@ __all__ = [
     "pytree",
     "rebuild_meta_tensor",
     "saved_tensor_hooks",
-    "saves_otherwise",
     "sdpa_flop_count",
     "single_level_function",
     "storage_of",
@@ -68,8 +65,6 @@ VALUE_DEPENDENT = (
 
 TORCH_DIRECTORY: str = torch.__path__[0]
 CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint).__code__
-FunctionBase = _FunctionBase
-"""Base of the autograd nodes of functions that are written in Python."""
 
 single_level_function = _SingleLevelFunction
 rebuild_meta_tensor = _rebuild_meta_tensor_no_storage
@@ -79,17 +74,6 @@ disable_current_modes = _disable_current_modes
 def saved_tensor_hooks() -> object | None:
     """The innermost pair of saved-tensor hooks in force, checkpointing's among them."""
     return _top_saved_tensors_default_hooks(True)
-
-
-def saves_otherwise(node: torch.autograd.graph.Node) -> bool:
-    """Whether an autograd node went through saved-tensor hooks, activation checkpointing's say."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            saved = getattr(node, name)
-            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
-                if not isinstance(getattr(one, "data", None), (torch.Tensor, type(None))):
-                    return True
-    return False
 
 
 @contextlib.contextmanager

@@ -13,7 +13,14 @@ from lightning_pipeline.steps.placement import PartitionSpec, Placement, place
 from lightning_pipeline.steps.plan import StepPlan, describe_calls, plan_step
 from lightning_pipeline.steps.recomputing import recomputed_blocks
 from lightning_pipeline.steps.runner import Microbatch, Runner
-from lightning_pipeline.steps.streams import mix, random_state, set_random_state, stream
+from lightning_pipeline.steps.streams import (
+    kept_random_state,
+    mix,
+    random_state,
+    seed_all,
+    set_random_state,
+    stream,
+)
 from lightning_pipeline.steps.survey import Request, Survey, survey
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "compiled",
     "describe_calls",
     "gradient_missing",
+    "kept_random_state",
     "mix",
     "modes_of",
     "patched",
@@ -41,6 +49,7 @@ __all__ = [
     "plan_step",
     "random_state",
     "recomputed_blocks",
+    "seed_all",
     "set_attributes",
     "set_random_state",
     "stream",

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -40,14 +41,23 @@ _CACHED_RECORDINGS = 256
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """Structure of a call's arguments: shapes of tensors, plain values, types of all else."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return tuple(value.shape), value.dtype, value.requires_grad
         return value if isinstance(value, PLAIN) else type(value)
 
-    return str(spec), tuple(leaf(value) for value in leaves)
+    flat = [*args, *kwargs.values()]
+    if all(isinstance(value, (Tensor, *PLAIN)) for value in flat):
+        return _structure(len(args), tuple(kwargs)), tuple(map(leaf, flat))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return str(spec), tuple(map(leaf, leaves))
+
+
+@cache
+def _structure(count: int, keywords: tuple[str, ...]) -> str:
+    """Structure of arguments none of which is a container."""
+    return str(pytree.tree_flatten(((0,) * count, dict.fromkeys(keywords, 0)))[1])
 
 
 @dataclass

@@ -42,6 +42,13 @@ class TensorMeta(NamedTuple):
 
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of ``tree``."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return [found for part in tree for found in tensors(part)]
+    if kind is dict:
+        return [found for part in tree.values() for found in tensors(part)]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

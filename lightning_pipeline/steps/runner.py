@@ -7,10 +7,12 @@ has a part the step is stopped by a private BaseException; on the last stage it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -36,9 +38,11 @@ from lightning_pipeline.steps.execution import Execution, Manner
 from lightning_pipeline.steps.patches import past_compilation, patched, present, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
-from lightning_pipeline.steps.streams import mix, stream
+from lightning_pipeline.steps.streams import mix, seed_all
 
 _SAMPLES = 16
+_Changes = list[tuple[object, str, Any]]
+_Interception = tuple[_Changes, list[tuple[nn.Module, Any]]]
 
 
 class StageDone(BaseException):
@@ -56,6 +60,7 @@ class Microbatch:
         seed: Seed of the step's random numbers, equal on every stage.
         log: Replaces ``LightningModule.log`` on the last stage.
         starts: Attributes of the LightningModule that it starts from.
+        compares: Whether stages compare the arguments of calls that they have in common.
     """
 
     batch: Any
@@ -64,6 +69,7 @@ class Microbatch:
     seed: int
     log: Callable[..., None] | None
     starts: dict[str, Any] = field(default_factory=dict)
+    compares: bool = True
 
 
 def fingerprint(args: Any) -> Tensor:
@@ -122,6 +128,10 @@ class Runner:
     appended: dict[Path, list[Any]] = field(default_factory=dict)
     assigned: dict[str, Any] = field(default_factory=dict)
     _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
+    _interceptors: WeakKeyDictionary[StepPlan, _Interception] = field(
+        default_factory=WeakKeyDictionary
+    )
+    _running: tuple[Microbatch, _Progress] | None = None
 
     def __post_init__(self) -> None:
         self._execute = Execution(self.module, self.device, self.manner)
@@ -142,7 +152,7 @@ class Runner:
         """
         plan = microbatch.plan
         is_last = self.stage == plan.num_stages - 1
-        progress = self._receive(plan, carried)
+        progress = self._receive(plan, carried, microbatch.compares)
         if not is_last and plan.last_call[self.stage] < 0:
             return self._give(plan, progress), None
         inner = None if is_last else self._strictly_inside(plan)
@@ -157,8 +167,8 @@ class Runner:
         """Lets go of what the last run of the step has left, and of its activations."""
         self.appended, self.assigned = {}, {}
 
-    def _receive(self, plan: StepPlan, carried: tuple[Tensor, ...]) -> _Progress:
-        progress = _Progress({}, {}, list(carried[-1]) if self.stage else [])
+    def _receive(self, plan: StepPlan, carried: tuple[Tensor, ...], compares: bool) -> _Progress:
+        progress = _Progress({}, {}, list(carried[-1]) if self.stage and compares else [])
         for known, tensor in zip(plan.carried[self.stage], carried, strict=False):
             complete = plan.cuts[known.call][self.stage] == plan.calls[known.call].num_pieces
             values = progress.results if complete else progress.live
@@ -172,10 +182,10 @@ class Runner:
             complete = plan.cuts[known.call][after] == plan.calls[known.call].num_pieces
             source = progress.results if complete else progress.live
             values.append(source[known.call][known.key])
-        unknown = torch.full((), float("nan"), dtype=torch.float64, device=self.device)
-        marks = [mark.to(self.device) for mark in progress.marks]
-        marks += [unknown] * (len(plan.calls) - len(marks))
-        return (*values, torch.stack(marks))
+        marks = torch.full((len(plan.calls),), math.nan, dtype=torch.float64, device=self.device)
+        if progress.marks:
+            marks[: len(progress.marks)] = torch.stack([m.to(self.device) for m in progress.marks])
+        return (*values, marks)
 
     def _strictly_inside(self, plan: StepPlan) -> int | None:
         """The call that this stage is a middle part of, if that part needs nothing of the step."""
@@ -191,12 +201,7 @@ class Runner:
     def _run_step(self, microbatch: Microbatch, progress: _Progress, is_last: bool) -> Any:
         plan, module = microbatch.plan, self.module
         batch = copied(microbatch.batch) if plan.writes_batch else microbatch.batch
-        changes: list[tuple[object, str, Any]] = [
-            (child, "forward", self._interceptor(name, child, microbatch, progress))
-            for name, child in plan.targets
-        ]
-        for _, child in plan.targets:
-            changes += past_compilation(child, lambda: progress.busy)
+        changes = [*self._intercepted(plan)]
         if self.manner.compile is not None:
             progress.unpatched = present(changes)
         if plan.by_hand is not None:
@@ -211,12 +216,15 @@ class Runner:
         before = own_attributes(module)
         lists = lists_of(module, before, plan.grown)
         try:
-            with stream(microbatch.seed, self.device), self.context(), patched(changes):
+            self._running = microbatch, progress
+            seed_all(microbatch.seed, self.device)
+            with self.context(), patched(changes):
                 progress.ambient = ambient_settings()
                 returned = getattr(module, plan.step)(batch, *microbatch.rest)
         except StageDone:
             return None
         finally:
+            self._running = None
             self.appended = take_off(module, before, plan.grown, lists, plan.step)
             self.assigned = self._assigned(plan, microbatch, before)
         self._check_complete(plan, progress, is_last)
@@ -254,15 +262,37 @@ class Runner:
                 "a bare `except:` around its calls. Catch `Exception` instead."
             )
 
-    def _interceptor(
-        self, name: str, child: nn.Module, microbatch: Microbatch, progress: _Progress
-    ) -> Callable[..., Any]:
+    def _intercepted(self, plan: StepPlan) -> _Changes:
+        """Patches under which calls of modules with weights come here."""
+        known = self._interceptors.get(plan)
+        if known is not None and all(
+            forward == (child.__dict__.get("forward"), type(child).forward)
+            for child, forward in known[1]
+        ):
+            return known[0]
+        changes: _Changes = [
+            (child, "forward", self._interceptor(name, child)) for name, child in plan.targets
+        ]
+        for _, child in plan.targets:
+            changes += past_compilation(child, self._is_busy)
+        given: list[tuple[nn.Module, Any]] = [
+            (child, (child.__dict__.get("forward"), type(child).forward))
+            for _, child in plan.targets
+        ]
+        self._interceptors[plan] = changes, given
+        return changes
+
+    def _is_busy(self) -> bool:
+        return self._running is not None and self._running[1].busy
+
+    def _interceptor(self, name: str, child: nn.Module) -> Callable[..., Any]:
         forward = child.forward
 
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            if progress.busy:
+            assert self._running is not None, "called outside of a step"
+            if self._running[1].busy:
                 return forward(*args, **kwargs)
-            return self._on_call(name, forward, microbatch, progress, args, kwargs)
+            return self._on_call(name, forward, *self._running, args, kwargs)
 
         return intercepted
 
@@ -291,13 +321,15 @@ class Runner:
             raise StepError(f"{call.label} needs a value that a later stage makes.")
         if low < high and call.trains:
             progress.undone.check(plan.step, (args, kwargs))
-        if not pending and (low < high or low == call.num_pieces):
+        if microbatch.compares and not pending and (low < high or low == call.num_pieces):
             self._compare(progress, index, call, fingerprint((args, kwargs)))
         if low < high:
             self._run_here(call, index, forward, microbatch, progress, args, kwargs)
         if self.stage < plan.num_stages - 1 and index >= plan.last_call[self.stage]:
             raise StageDone
         results = progress.undone.replace(call, progress.results.get(index, {}))
+        # The step goes on with streams of its own, whatever the call has drawn, here or elsewhere.
+        seed_all(mix(microbatch.seed, index, 2), self.device)
         return call.answer(results, self.device)
 
     def _check_sequence(self, plan: StepPlan, name: str, index: int) -> None:
@@ -317,7 +349,7 @@ class Runner:
             known = progress.marks[index]
             close = torch.isclose(known, mark.to(known.device), 1e-3, 1e-6, equal_nan=True)
             self.mismatches.append((call.label, ~(close | torch.isnan(known))))
-        unknown = torch.full((), float("nan"), dtype=torch.float64)
+        unknown = torch.full((), math.nan, dtype=torch.float64)
         while len(progress.marks) <= index:
             progress.marks.append(unknown)
         progress.marks[index] = mark
@@ -336,9 +368,9 @@ class Runner:
         progress.busy = True
         try:
             if plan.is_whole(index, self.stage):
-                with stream(mix(microbatch.seed, index), self.device):
-                    out = self._run(plan, index, forward, args, kwargs, progress)
-                    self._finish(call, index, out, progress)
+                seed_all(mix(microbatch.seed, index), self.device)
+                out = self._run(plan, index, forward, args, kwargs, progress)
+                self._finish(call, index, out, progress)
                 return
             given = signature_of(args, kwargs)
             if given != call.signature:
@@ -379,11 +411,10 @@ class Runner:
         received = progress.live.get(index, {})
         carried = tuple(received[value] for value in program.live[low]) if low else ()
         # The rest of a cut call draws numbers of its own: the first part's would repeat its masks.
-        seed = mix(microbatch.seed, index, self.stage if low else 0, 1)
+        seed_all(mix(microbatch.seed, index, self.stage if low else 0, 1), self.device)
         part = plan.part(index, self.stage)
         used = [value if at in part.positions else None for at, value in enumerate(inputs)]
-        with stream(seed, self.device):
-            out = self._run(plan, index, part.function, (carried, used), {}, progress)
+        out = self._run(plan, index, part.function, (carried, used), {}, progress)
         if high == call.num_pieces:
             self._finish(call, index, out, progress)
         else:

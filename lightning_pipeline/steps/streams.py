@@ -55,6 +55,30 @@ def resumed(state: Any, device: torch.device) -> Iterator[None]:
         set_random_state(now, device)
 
 
+def seed_all(seed: int, device: torch.device) -> None:
+    """Begins new streams of torch, NumPy and Python.
+
+    Args:
+        seed: Any non-negative integer.
+        device: The rank's device, whose generator is seeded beside the host's.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed formats a stack trace for devices that are not initialised: 1 ms a call.
+    for generator in (torch.default_generator, *_generators(device)):
+        generator.manual_seed(seed)
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Goes on behind the block from where the generators were."""
+    outer = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(outer, device)
+
+
 @contextmanager
 def stream(seed: int, device: torch.device) -> Iterator[None]:
     """Runs the block on fresh torch, numpy and Python generators and puts the outer ones back.
@@ -63,13 +87,6 @@ def stream(seed: int, device: torch.device) -> Iterator[None]:
         seed: Seed of the block's generators, any non-negative integer.
         device: The rank's device; its generator is forked beside the CPU's.
     """
-    outer = random_state(device)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # torch.manual_seed formats a stack trace for devices that are not initialised: 1 ms a call.
-    for generator in (torch.default_generator, *_generators(device)):
-        generator.manual_seed(seed)
-    try:
+    with kept_random_state(device):
+        seed_all(seed, device)
         yield
-    finally:
-        set_random_state(outer, device)

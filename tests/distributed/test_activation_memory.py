@@ -75,17 +75,16 @@ class Chain(L.LightningModule):
 
 def peaks(ranks, schedule, recompute):
     """Most markers of each stage, and most receive buffers, that were alive at once here."""
-    make = engine._Stage._make_buffers
+    receive = engine._Pass._receive
 
-    def noted(self, infos):
-        make(self, infos)
-        for info in infos:
-            if info.buffer is not None:
-                kind = "F" if any(info in known for known in self.args_recv_info.values()) else "B"
-                Marked.alive.add((self.stage_index, kind), info.buffer)
+    def noted(self, transfer):
+        receive(self, transfer)
+        messages, _ = self._coming[transfer[1:4]]
+        for message in messages:
+            Marked.alive.add((transfer.stage, transfer.kind), message)
 
     v = schedule.default_stages_per_rank
-    engine._Stage._make_buffers = noted
+    engine._Pass._receive = noted
     gc.disable()  # what a collection would have to find is held too long
     Script(
         lambda: Chain(ranks * v),

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Transform
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import TensorDataset
 
-from lightning_pipeline import engine
+from lightning_pipeline import wire
 from lightning_pipeline.refusals import check_precision
 from tests.distributed.fits import Script, classes, distance, rows
 from tests.distributed.ranks import RankFailed
@@ -138,14 +138,20 @@ DTYPES = {
 
 def note_dtypes(module):
     """Collects the dtypes of the activations that reach or leave this rank."""
-    cross, module.seen = engine.cross, set()
+    module.seen = set()
 
-    def seen(tensor):
-        if tensor.ndim > 1:  # fingerprints have one dim
-            module.seen.add(tensor.dtype)
-        return cross(tensor)
+    def noted(method):
+        def wrapper(parcel, given):
+            out = method(parcel, given)
+            tensors = given if method.__name__ == "pack" else out
+            # fingerprints have one dim
+            module.seen |= {tensor.dtype for tensor in tensors if tensor.ndim > 1}
+            return out
 
-    engine.cross = seen
+        return wrapper
+
+    for name in ("pack", "unpack"):
+        setattr(wire.Parcel, name, noted(getattr(wire.Parcel, name)))
 
 
 def single_precision(kind):

@@ -7,7 +7,6 @@ from functools import cache, partial
 import lightning as L
 import pytest
 import torch
-from torch.distributed.pipelining import PipelineStage
 
 from lightning_pipeline import engine, observing
 from lightning_pipeline.steps import analyst
@@ -21,7 +20,6 @@ BUILDERS = {
     "passes": (engine.Engine, "_build"),
     "surveys": (observing, "survey"),
     "recordings": (analyst, "record"),
-    "votes": (PipelineStage, "_warmup_forward_vote"),
 }
 
 
@@ -85,5 +83,4 @@ def test_twenty_lengths_in_turn_build_nothing_anew(schedule):
         assert run.extra[-1] == warm  # two more rounds
         new = {name: warm[name] - first[name] for name in warm}
         once = len(LENGTHS) - 1
-        assert new == {"passes": once, "surveys": once, "recordings": once, "votes": 0}
-        assert first["votes"] > 0
+        assert new == {"passes": once, "surveys": once, "recordings": once}

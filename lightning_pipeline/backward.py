@@ -123,6 +123,8 @@ def split_backward(
     for leaf, grad in zip(walk.others, take(len(walk.others)), strict=True):
         if grad is not None:
             _add(leaf, grad, owned=False)
+            for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(leaf)
     pairs = zip(walk.cut, take(len(walk.cut)), strict=True)
     rest += [(edge, grad) for edge, grad in pairs if grad is not None]
     later = [(use, grad) for use, grad in zip(uses, found, strict=True) if grad is not None]

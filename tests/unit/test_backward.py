@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import ClassVar
 
 import pytest
@@ -84,116 +83,127 @@ def listened(layer):
 
 
 # How it is made, and how many operations have weights that wait.
-STAGES = {
-    "linear": (stage(lambda m, x: m.a(x), a=linear()), 1),
-    "linear on three dims": (stage(lambda m, x: m.a(x.view(2, 3, -1)), a=linear()), 1),
-    "two": (stage(lambda m, x: m.b(m.a(x).relu()), a=linear(), b=linear()), 2),
-    "norms": (
-        stage(lambda m, x: m.n(m.a(x)), a=linear(), n=nn.LayerNorm(WIDTH)),
-        1,
-    ),
-    "used twice": (stage(lambda m, x: m.a(m.a(x).tanh()), a=linear()), 2),
-    "around another": (stage(lambda m, x: m.a(m.b(m.a(x))), a=linear(), b=linear()), 3),
-    "by hand": (stage(lambda m, x: x @ m.a.weight, a=linear()), 1),
-    "by hand, transposed": (stage(lambda m, x: x @ m.a.weight.t(), a=linear()), 1),
-    "scaled product": (
-        stage(lambda m, x: torch.addmm(m.a.bias, x, m.a.weight, alpha=2), a=linear()),
-        0,
-    ),
-    "weight used as a number too": (
-        stage(lambda m, x: m.a(x) + m.a.weight.sum(), a=linear()),
-        0,
-    ),
-    "bias used as a number too": (stage(lambda m, x: m.a(x) + m.a.bias.sum(), a=linear()), 0),
-    "transposition used by another operation": (
-        stage(lambda m, x: (lambda w: x @ w + (x[:, None] * w).sum(1))(m.a.weight.t()), a=linear()),
-        0,
-    ),
-    "tied embedding and head": (
-        stage(lambda m, x: F.linear(m.e(ids_of(x)) + x, m.e.weight), e=nn.Embedding(5, WIDTH)),
-        2,
-    ),
-    "embedding with padding": (
-        stage(lambda m, x: m.a(m.e(ids_of(x)) + x), e=padded(), a=linear()),
-        2,
-    ),
-    "embedding by frequency": (
-        stage(lambda m, x: m.e(ids_of(x)) + x, e=nn.Embedding(5, WIDTH, scale_grad_by_freq=True)),
-        0,
-    ),
-    "sparse embedding": (
-        stage(lambda m, x: m.e(ids_of(x)) + x, e=nn.Embedding(5, WIDTH, sparse=True)),
-        0,
-    ),
-    "attention": (
-        stage(lambda m, x: m.a(*[x.view(2, 3, -1)] * 3)[0], a=nn.MultiheadAttention(WIDTH, 2)),
-        2,
-    ),
-    "encoder layer": (
-        stage(
-            lambda m, x: m.a(x.view(2, 3, -1)),
-            a=nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
+def stages():
+    return {
+        "linear": (stage(lambda m, x: m.a(x), a=linear()), 1),
+        "linear on three dims": (stage(lambda m, x: m.a(x.view(2, 3, -1)), a=linear()), 1),
+        "two": (stage(lambda m, x: m.b(m.a(x).relu()), a=linear(), b=linear()), 2),
+        "norms": (
+            stage(lambda m, x: m.n(m.a(x)), a=linear(), n=nn.LayerNorm(WIDTH)),
+            1,
         ),
-        4,
-    ),
-    "convolution": (
-        stage(
-            lambda m, x: m.n(m.c(x.view(2, 3, 2, 2))).relu_(),
-            c=nn.Conv2d(3, 5, 2, padding=1),
-            n=nn.BatchNorm2d(5),
+        "used twice": (stage(lambda m, x: m.a(m.a(x).tanh()), a=linear()), 2),
+        "around another": (stage(lambda m, x: m.a(m.b(m.a(x))), a=linear(), b=linear()), 3),
+        "by hand": (stage(lambda m, x: x @ m.a.weight, a=linear()), 1),
+        "by hand, transposed": (stage(lambda m, x: x @ m.a.weight.t(), a=linear()), 1),
+        "scaled product": (
+            stage(lambda m, x: torch.addmm(m.a.bias, x, m.a.weight, alpha=2), a=linear()),
+            0,
         ),
-        1,
-    ),
-    "grouped convolution without bias": (
-        stage(lambda m, x: m.c(x.view(2, 4, 3)), c=nn.Conv1d(4, 8, 2, groups=2, bias=False)),
-        1,
-    ),
-    "transposed convolution": (
-        stage(lambda m, x: m.c(x.view(2, 3, 2, 2)), c=nn.ConvTranspose2d(3, 5, 2, stride=2)),
-        1,
-    ),
-    "circular convolution": (
-        stage(
-            lambda m, x: m.c(x.view(2, 3, 4)),
-            c=nn.Conv1d(3, 5, 3, padding=1, padding_mode="circular"),
+        "weight used as a number too": (
+            stage(lambda m, x: m.a(x) + m.a.weight.sum(), a=linear()),
+            0,
         ),
-        1,
-    ),
-    "frozen weight": (stage(lambda m, x: m.a(x), a=frozen(linear(), "weight")), 0),
-    "frozen bias": (stage(lambda m, x: m.a(x), a=frozen(linear(), "bias")), 1),
-    "weight norm": (stage(lambda m, x: m.a(x), a=parametrizations.weight_norm(linear())), 0),
-    "low rank": (
-        stage(lambda m, x: F.linear(x, m.a.weight @ m.b.weight), a=linear(), b=linear()),
-        0,
-    ),
-    "the input elsewhere": (stage(lambda m, x: m.a(x.detach()), a=linear()), 1),
-    "another path": (
-        stage(lambda m, x: (m.a(x), m.b(torch.ones(2, WIDTH))), a=linear(), b=linear()),
-        1,
-    ),
-    "weight as output": (stage(lambda m, x: (m.a(x), m.a.weight), a=linear()), 0),
-    "input as output": (stage(lambda m, x: (m.a(x), x), a=linear()), 1),
-    "output twice": (stage(lambda m, x: (lambda y: (y, y))(m.a(x)), a=linear()), 1),
-    "hook on a weight": (stage(lambda m, x: m.a(x), a=hooked(linear())), 0),
-    "hook behind the accumulation": (stage(lambda m, x: m.a(x), a=listened(linear())), 0),
-    "own function": (stage(lambda m, x: Noted.apply(m.a(x), "x"), a=linear()), 1),
-    "checkpoint": (
-        stage(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)), a=linear(), b=linear()),
-        1,
-    ),
-    "reentrant checkpoint": (
-        stage(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)), a=linear(), b=linear()),
-        None,
-    ),
-    "recurrent": (stage(lambda m, x: m.a(x.view(2, 3, -1))[0], a=nn.LSTM(WIDTH, 5, 2)), None),
-    "complex": (
-        stage(
-            lambda m, x: (x.to(torch.complex128) @ m.a.weight).real,
-            a=nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.complex128),
+        "bias used as a number too": (stage(lambda m, x: m.a(x) + m.a.bias.sum(), a=linear()), 0),
+        "transposition used by another operation": (
+            stage(
+                lambda m, x: (lambda w: x @ w + (x[:, None] * w).sum(1))(m.a.weight.t()), a=linear()
+            ),
+            0,
         ),
-        0,
-    ),
-}
+        "tied embedding and head": (
+            stage(lambda m, x: F.linear(m.e(ids_of(x)) + x, m.e.weight), e=nn.Embedding(5, WIDTH)),
+            2,
+        ),
+        "embedding with padding": (
+            stage(lambda m, x: m.a(m.e(ids_of(x)) + x), e=padded(), a=linear()),
+            2,
+        ),
+        "embedding by frequency": (
+            stage(
+                lambda m, x: m.e(ids_of(x)) + x, e=nn.Embedding(5, WIDTH, scale_grad_by_freq=True)
+            ),
+            0,
+        ),
+        "sparse embedding": (
+            stage(lambda m, x: m.e(ids_of(x)) + x, e=nn.Embedding(5, WIDTH, sparse=True)),
+            0,
+        ),
+        "attention": (
+            stage(lambda m, x: m.a(*[x.view(2, 3, -1)] * 3)[0], a=nn.MultiheadAttention(WIDTH, 2)),
+            2,
+        ),
+        "encoder layer": (
+            stage(
+                lambda m, x: m.a(x.view(2, 3, -1)),
+                a=nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
+            ),
+            4,
+        ),
+        "convolution": (
+            stage(
+                lambda m, x: m.n(m.c(x.view(2, 3, 2, 2))).relu_(),
+                c=nn.Conv2d(3, 5, 2, padding=1),
+                n=nn.BatchNorm2d(5),
+            ),
+            1,
+        ),
+        "grouped convolution without bias": (
+            stage(lambda m, x: m.c(x.view(2, 4, 3)), c=nn.Conv1d(4, 8, 2, groups=2, bias=False)),
+            1,
+        ),
+        "transposed convolution": (
+            stage(lambda m, x: m.c(x.view(2, 3, 2, 2)), c=nn.ConvTranspose2d(3, 5, 2, stride=2)),
+            1,
+        ),
+        "circular convolution": (
+            stage(
+                lambda m, x: m.c(x.view(2, 3, 4)),
+                c=nn.Conv1d(3, 5, 3, padding=1, padding_mode="circular"),
+            ),
+            1,
+        ),
+        "frozen weight": (stage(lambda m, x: m.a(x), a=frozen(linear(), "weight")), 0),
+        "frozen bias": (stage(lambda m, x: m.a(x), a=frozen(linear(), "bias")), 1),
+        "weight norm": (stage(lambda m, x: m.a(x), a=parametrizations.weight_norm(linear())), 0),
+        "low rank": (
+            stage(lambda m, x: F.linear(x, m.a.weight @ m.b.weight), a=linear(), b=linear()),
+            0,
+        ),
+        "the input elsewhere": (stage(lambda m, x: m.a(x.detach()), a=linear()), 1),
+        "another path": (
+            stage(lambda m, x: (m.a(x), m.b(torch.ones(2, WIDTH))), a=linear(), b=linear()),
+            1,
+        ),
+        "weight as output": (stage(lambda m, x: (m.a(x), m.a.weight), a=linear()), 0),
+        "input as output": (stage(lambda m, x: (m.a(x), x), a=linear()), 1),
+        "output twice": (stage(lambda m, x: (lambda y: (y, y))(m.a(x)), a=linear()), 1),
+        "hook on a weight": (stage(lambda m, x: m.a(x), a=hooked(linear())), 0),
+        "hook behind the accumulation": (stage(lambda m, x: m.a(x), a=listened(linear())), 0),
+        "hook behind the accumulation of a norm": (
+            stage(lambda m, x: m.n(x), n=listened(nn.LayerNorm(WIDTH))),
+            0,
+        ),
+        "own function": (stage(lambda m, x: Noted.apply(m.a(x), "x"), a=linear()), 1),
+        "checkpoint": (
+            stage(
+                lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)), a=linear(), b=linear()
+            ),
+            1,
+        ),
+        "reentrant checkpoint": (
+            stage(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)), a=linear(), b=linear()),
+            None,
+        ),
+        "recurrent": (stage(lambda m, x: m.a(x.view(2, 3, -1))[0], a=nn.LSTM(WIDTH, 5, 2)), None),
+        "complex": (
+            stage(
+                lambda m, x: (x.to(torch.complex128) @ m.a.weight).real,
+                a=nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.complex128),
+            ),
+            0,
+        ),
+    }
 
 
 def run(module, split, rounds=3):
@@ -229,11 +239,10 @@ def _double():
 
 def made(name):
     torch.manual_seed(0)
-    module = copy.deepcopy(STAGES[name][0]())
-    return module.double()
+    return stages()[name][0]().double()
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", stages())
 def test_both_parts_together_are_the_backward(name):
     torch.set_default_dtype(torch.float64)
     module = made(name)
@@ -248,13 +257,13 @@ def test_both_parts_together_are_the_backward(name):
         assert own is None or (found[name].to_dense() - own).abs().max() <= 1e-14 * own.abs().max()
 
 
-@pytest.mark.parametrize("name", [name for name, (_, count) in STAGES.items() if count is not None])
+@pytest.mark.parametrize("name", [n for n, (_, count) in stages().items() if count is not None])
 def test_how_many_weights_wait(name):
     """Else all would be done at once: right, and as slow as without."""
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
     outputs = made(name)(cross(leaf))
     walk = _Walk([get_gradient_edge(out).node for out in outputs], [leaf])
-    assert len([node for node in walk.uses if node in walk.now]) == STAGES[name][1]
+    assert len([node for node in walk.uses if node in walk.now]) == stages()[name][1]
 
 
 def test_what_depends_on_weights_alone_waits():

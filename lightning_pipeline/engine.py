@@ -12,18 +12,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline.actions import Action, action_lists
 from lightning_pipeline.arrivals import Arrivals
-from lightning_pipeline.backward import Deferred, split_backward
+from lightning_pipeline.backward import Deferred, is_worth_fusing, split_backward, walk_seconds
 from lightning_pipeline.boundary import check_planned, cross
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.lowering import Transfer, lower
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
+from lightning_pipeline.splitting.cost import default_rates
 from lightning_pipeline.steps import TensorMeta
 from lightning_pipeline.wire import Parcel, Wire
 
 # As many as plans: a pass is a few lists, but a run that goes through more shapes in turn than fit
 # would make one every step.
 _CACHED_PASSES = 256
+
+_SPLIT_LOSS = 0.05
+"""By how much a backward in two parts is longer, as a share: that of convolutions and attention."""
 
 _Key = tuple[str, int, int]
 """``"F"`` for values and ``"B"`` for gradients, the stage that gets them, and the microbatch."""
@@ -56,6 +60,9 @@ class Work(Protocol):
 
     def loss_factor(self, microbatch: int) -> float | Tensor:
         """What the loss of ``microbatch`` is multiplied by before its backward."""
+
+    def seconds(self, stage: int) -> float:
+        """What ``stage`` takes for one microbatch, forward and backward, as far as is known."""
 
     def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradients of what ``stage`` received are there."""
@@ -90,13 +97,17 @@ class _Order:
         arrivals: What follows about the messages under way.
         metas: What each stage receives of each microbatch.
         parcels: What travels, values and gradients.
+        hops: Number of ranks that a gradient goes through, but for the first.
+        manners: For each stage, how a whole backward is run in two parts, if it is.
     """
 
     steps: list[Action | Transfer]
     last_backward: dict[int, Action]
     arrivals: Arrivals
+    hops: int
     metas: dict[tuple[int, int], list[TensorMeta]] = field(default_factory=dict)
     parcels: dict[_Key, Parcel] = field(default_factory=dict)
+    manners: dict[int, dict[str, bool] | None] = field(default_factory=dict)
 
 
 class Engine:
@@ -137,7 +148,7 @@ class Engine:
         lists = action_lists(self._schedule, *sizes) if work.trains else self._forwards(*sizes)
         steps = lower(lists, self._num_stages)[self._mesh.pipeline_rank]
         last = {a.stage: a for a in steps if isinstance(a, Action) and a.op in "BW"}
-        order = _Order(steps, last, Arrivals(lists))
+        order = _Order(steps, last, Arrivals(lists), self._num_ranks - 1)
         for stage in range(self._num_stages):
             for microbatch in range(work.num_microbatches):
                 metas = work.boundary(stage, microbatch) if stage else []
@@ -177,6 +188,8 @@ class _Pass:
         self._here: dict[_Key, list[Tensor]] = {}
         self._coming: dict[_Key, tuple[list[Tensor], list[Any]]] = {}
         self._going: dict[_Key, tuple[list[Tensor], list[Any]]] = {}
+        self._current: Action | None = None
+        self._left: Deferred | None = None
 
     def run(self) -> None:
         """Does everything, and waits for what is under way."""
@@ -190,11 +203,24 @@ class _Pass:
             if isinstance(step, Transfer):
                 (self._send if step.sends else self._receive)(step)
                 continue
+            self._end_action()
+            self._current = step
             run[step.op](step)
-            if self._order.last_backward.get(step.stage) == step:
-                self._work.finished(step.stage)
+        self._end_action()
         for key in list(self._going):
             self._arrived(key)
+
+    def _end_action(self) -> None:
+        """Does what is left of the last action when what others wait for is on its way."""
+        action, self._current = self._current, None
+        if action is None:
+            return
+        if self._left is not None:
+            with torch.autocast(self._device.type, enabled=False):
+                self._left.run()
+            self._left = None
+        if self._order.last_backward.get(action.stage) == action:
+            self._work.finished(action.stage)
 
     # messages
 
@@ -268,20 +294,53 @@ class _Pass:
     def _backward(self, action: Action) -> None:
         roots = self._roots(action)
         frame = self._frames.pop(action[::2])
-        if roots:
-            with torch.autocast(self._device.type, enabled=False):
-                torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        if not roots:
+            self._give_back(action, [None] * len(frame.received))
+            return
+        with torch.autocast(self._device.type, enabled=False):
+            manner = self._manner(action.stage, [edge for edge, _ in roots])
+            if manner is not None:
+                self._left = self._split(action, frame, roots, **manner)
+                return
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         self._give_back(action, [leaf.grad for leaf in frame.received])
+
+    def _manner(self, stage: int, edges: list[GradientEdge]) -> dict[str, bool] | None:
+        """How a whole backward is run in two parts, ``None`` if it is not.
+
+        The stage before gets its gradients between the two, so that what each stage adds to the
+        way back through the pipeline is its first part alone.
+        """
+        known = self._order.manners
+        if stage not in known:
+            walk = walk_seconds(edges)
+            seconds, microbatches = self._work.seconds(stage), self._work.num_microbatches
+            gained = self._order.hops * seconds / 3
+            lost = microbatches * (_SPLIT_LOSS * seconds * 2 / 3 + walk)
+            sends = any(
+                isinstance(step, Transfer) and step.sends and step[1:3] == ("B", stage - 1)
+                for step in self._order.steps
+            )
+            early = sends and gained > lost
+            fused = is_worth_fusing(edges, default_rates(self._device).bytes)
+            known[stage] = {"products_alone": not early} if early or fused else None
+        return known[stage]
 
     def _input_backward(self, action: Action) -> None:
         roots = self._roots(action)
         frame = self._frames[action[::2]]
-        leaves = [leaf for leaf in frame.received if leaf.requires_grad]
         with torch.autocast(self._device.type, enabled=False):
-            grads, frame.deferred = split_backward(roots, leaves)
+            frame.deferred = self._split(action, frame, roots)
+        frame.received, frame.roots = [], []
+
+    def _split(
+        self, action: Action, frame: _Frame, roots: list[tuple[GradientEdge, Tensor]], **how: bool
+    ) -> Deferred:
+        leaves = [leaf for leaf in frame.received if leaf.requires_grad]
+        grads, deferred = split_backward(roots, leaves, **how)
         found = iter(grads)
         self._give_back(action, [next(found) if t.requires_grad else None for t in frame.received])
-        frame.received, frame.roots = [], []
+        return deferred
 
     def _weight_backward(self, action: Action) -> None:
         deferred = self._frames.pop(action[::2]).deferred

@@ -173,6 +173,9 @@ class StepPass:
             return [self.cut.share(index) for index in range(len(self.cut.sizes))]
         return [(weight or 0.0) / (total or 1.0) for weight in self.weights]
 
+    def seconds(self, stage: int) -> float:
+        return self.microbatches[0].plan.stage_cost[stage]
+
     def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
         if not self.cut.is_filler(microbatch):
             self.came |= {(stage, i) for i, grad in enumerate(gradients) if grad is not None}

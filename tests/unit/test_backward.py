@@ -12,8 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.backward import _Walk, split_backward
+from lightning_pipeline.backward import _Walk, is_worth_fusing, split_backward
 from lightning_pipeline.boundary import cross
+from lightning_pipeline.uses import KINDS
 
 ROWS, WIDTH = 6, 4
 
@@ -262,7 +263,7 @@ def test_how_many_weights_wait(name):
     """Else all would be done at once: right, and as slow as without."""
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
     outputs = made(name)(cross(leaf))
-    walk = _Walk([get_gradient_edge(out).node for out in outputs], [leaf])
+    walk = _Walk([get_gradient_edge(out).node for out in outputs], [leaf], KINDS)
     assert len([node for node in walk.uses if node in walk.now]) == stages()[name][1]
 
 
@@ -313,7 +314,7 @@ def test_under_autocast_weights_wait_and_get_what_autograd_gives():
     own = [p.grad for p in module.parameters()]
     module.zero_grad()
     split, out = forward()
-    walk = _Walk([out.grad_fn], [split])
+    walk = _Walk([out.grad_fn], [split], KINDS)
     assert len(walk.uses) == 2
     [found], deferred = split_backward([(get_gradient_edge(out), grad)], [split])
     deferred.run()
@@ -343,3 +344,26 @@ def test_gradients_of_weights_are_their_own_memory():
         deferred.run()
         assert torch.equal(grad, torch.ones_like(grad))
     assert torch.equal(shift.grad, torch.full_like(shift, 2))
+
+
+@pytest.mark.parametrize(("width", "answer"), [(64, False), (1024, True)])
+def test_large_products_are_worth_fusing(width, answer):
+    out = nn.Linear(width, width)(torch.ones(1, width))
+    edge = get_gradient_edge(out)
+    assert is_worth_fusing([edge], 1e10) is answer
+    assert not is_worth_fusing([edge], 1e13)
+
+
+def test_convolutions_are_left_alone_where_products_are_fused():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Flatten(), nn.Linear(8, 5))
+    leaf = torch.randn(2, 3, 2, requires_grad=True)
+    out = module(cross(leaf))
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, [leaf, *module.parameters()], grad)
+    roots = [(get_gradient_edge(module(cross(leaf))), grad)]
+    [found], deferred = split_backward(roots, [leaf], products_alone=True)
+    assert module[0].weight.grad is not None and module[2].weight.grad is None
+    deferred.run()
+    for mine, own in zip([found, *(p.grad for p in module.parameters())], expected, strict=True):
+        assert (mine - own).abs().max() <= 1e-14

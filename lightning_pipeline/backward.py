@@ -14,14 +14,24 @@ The names of autograd's nodes and of what they save are those of torch 2.13.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lightning_pipeline.uses import KINDS, LEAF, PRODUCTS, Kinds, Use, add_gradient, kind_of
+from lightning_pipeline.uses import (
+    KINDS,
+    LEAF,
+    PRODUCTS,
+    Kinds,
+    Use,
+    add_gradient,
+    kind_of,
+    saves_elsewhere,
+)
 
 Node = torch.autograd.graph.Node
 
@@ -54,17 +64,37 @@ class Deferred:
         Raises:
             RuntimeError: If the input of an operation has been written to in between.
         """
+        for use, _ in self._uses:
+            if use.given._version != use.version:
+                raise RuntimeError(
+                    "the input of an operation was changed in place before the gradient of its "
+                    "weight was made"
+                )
         with torch.no_grad():
-            for use, grad in self._uses:
-                if use.given._version != use.version:
-                    raise RuntimeError(
-                        "the input of an operation was changed in place before the gradient of "
-                        "its weight was made"
-                    )
-                use.make(grad, use.given)
+            self._run_uses()
         if self._rest:
             edges, grads = zip(*self._rest, strict=True)
             torch.autograd.backward(edges, grads)
+
+    def _run_uses(self) -> None:
+        targets = [target for use, _ in self._uses for target in use.targets]
+        counts = Counter(id(target.parameter) for target in targets)
+        # Gradients of several uses are added in autograd's order: to each other, then to the rest.
+        met: dict[Node, tuple[nn.Parameter, Tensor]] = {}
+        for use, grad in self._uses:
+            if all(counts[id(target.parameter)] == 1 for target in use.targets):
+                use.add(grad)
+                continue
+            for target, own in zip(use.targets, use.gradients(grad, use.given), strict=True):
+                before = met.get(target.meeting)
+                own = own if before is None else before[1] + own
+                met[target.meeting] = target.parameter, own
+        sums: dict[nn.Parameter, Tensor] = {}
+        for parameter, own in met.values():
+            own = own.to(parameter.dtype)
+            sums[parameter] = sums[parameter] + own if parameter in sums else own
+        for parameter, own in sums.items():
+            add_gradient(parameter, own, owned=True)
 
 
 def is_worth_fusing(roots: Iterable[GradientEdge], bytes_per_second: float) -> bool:
@@ -135,6 +165,7 @@ def split_backward(
     pairs = zip(walk.cut, take(len(walk.cut)), strict=True)
     rest += [(edge, grad) for edge, grad in pairs if grad is not None]
     later = [(use, grad) for use, grad in zip(uses, found, strict=True) if grad is not None]
+    later.sort(key=lambda pair: -pair[0].node._sequence_nr())
     return of_inputs, Deferred(later, rest)
 
 
@@ -162,6 +193,10 @@ class _Walk:
         given = {id(leaf) for leaf in inputs}
         entries = [n for n in self._leaves if id(getattr(n, "variable", None)) in given]
         self.now = self._closed(entries or self._leaves[-1:])
+        # What is computed again, because it was not saved, is computed in one backward only.
+        again = [n for n in self._order if n not in self.now and saves_elsewhere(n)]
+        if again:
+            self.now = self._closed([*self.now, *again])
         self._find_borders(given)
 
     @property
@@ -198,7 +233,7 @@ class _Walk:
     def _give_up_shared(self) -> None:
         """Leaves to autograd the weights that it reaches by another way as well."""
         while True:
-            shared = [u for u in self.uses.values() if any(n in self._seen for n in u.avoided)]
+            shared = [u for u in self.uses.values() if self._enters(u)]
             if not shared:
                 return
             for use in shared:
@@ -210,6 +245,9 @@ class _Walk:
                 if use.node in self._leaves:
                     self._leaves.remove(use.node)
                 self._go(children)
+
+    def _enters(self, use: Use) -> bool:
+        return any(node in self._seen for target in use.targets for node in target.way)
 
     def _closed(self, nodes: Sequence[Node]) -> set[Node]:
         """All nodes on a way to one of some, or to a leaf that those lead to as well."""

@@ -18,29 +18,79 @@ LEAF = "AccumulateGrad"
 
 
 @dataclass
+class Target:
+    """A parameter, and the way that a gradient takes to it.
+
+    Attributes:
+        parameter: The parameter.
+        way: The nodes of casts and transpositions, and its own; autograd is not to enter them.
+        transposed: Whether an operation has used its transposition.
+    """
+
+    parameter: nn.Parameter
+    way: list[Node]
+    transposed: bool = False
+
+    @property
+    def meeting(self) -> Node:
+        """Where autograd would add the gradients of several uses of the parameter."""
+        return next(node for node in self.way if kind_of(node) != "TBackward0")
+
+
+@dataclass
 class Use:
     """One operation with a weight, whose gradient is made later.
 
     Attributes:
         node: Its node.
-        nbytes: Bytes of the weight.
-        make: Makes the gradients of weight and bias of what came back, and adds them.
+        targets: Its weight, and its bias if that can wait.
         given: What went into it.
-        version: How often that had been written to.
-        avoided: The nodes between it and its weight and bias, which autograd is not to enter.
-        following: The other edges.
+        gradients: Makes the gradients of the targets of what came back, and what went in.
+        following: The edges to enter.
+        version: How often ``given`` had been written to.
     """
 
     node: Node
-    nbytes: int
-    make: Callable[[Tensor, Tensor], None]
+    targets: list[Target]
     given: Tensor
-    avoided: list[Node]
+    gradients: Callable[[Tensor, Tensor], list[Tensor]]
     following: list[Node]
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = self.given._version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.targets[0].parameter.nbytes
+
+    def add(self, grad: Tensor) -> None:
+        """Adds the gradients of the targets, where nothing else of the graph uses these."""
+        for target, own in zip(self.targets, self.gradients(grad, self.given), strict=True):
+            add_gradient(target.parameter, own, owned=True)
+
+
+class Product(Use):
+    """A matrix product: autograd's own sum, but nothing of the weight's size is made for it."""
+
+    def add(self, grad: Tensor) -> None:
+        weight = self.targets[0]
+        sums = weight.parameter.grad
+        is_fused = sums is not None and sums.dtype == grad.dtype and sums.layout is torch.strided
+        # narrow numbers would be rounded once where autograd rounds twice
+        if sums is None or not is_fused or grad.dtype.itemsize < 4:
+            super().add(grad)
+            return
+        left, right = _order(weight, grad, self.given)
+        sums.addmm_(left, right)
+        for bias in self.targets[1:]:
+            add_gradient(bias.parameter, grad.sum(0), owned=True)
+
+
+def _order(weight: Target, grad: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of the gradient of a weight."""
+    return (grad.t(), given) if weight.transposed else (given.t(), grad)
 
 
 def kind_of(node: Node) -> str:
@@ -61,21 +111,21 @@ def add_gradient(leaf: Tensor, grad: Tensor, *, owned: bool) -> None:
         leaf.grad = leaf.grad + grad
 
 
-def _parameter(node: Node | None) -> tuple[nn.Parameter | None, bool, list[Node]]:
-    """The parameter behind casts and transpositions, whether it was transposed, and the way."""
+def _target(node: Node | None) -> Target | None:
+    """The parameter behind casts and transpositions, if it is one that can wait."""
     way, transposed = [], False
     while node is not None:
         way.append(node)
         name = kind_of(node)
         if name == LEAF:
             leaf = node.variable  # type: ignore[attr-defined]
-            return (leaf if _can_wait(leaf) else None), transposed, way
+            return Target(leaf, way, transposed) if _can_wait(leaf) else None
         if name == "TBackward0":
             transposed = not transposed
         elif name != "ToCopyBackward0":
-            break
+            return None
         node = node.next_functions[0][0]
-    return None, transposed, way
+    return None
 
 
 def _can_wait(leaf: Tensor) -> bool:
@@ -94,103 +144,108 @@ def _saved(raw: Any) -> Tensor | None:
     return raw.data if raw.unpack_hook is None else None
 
 
-def _bias(node: Node | None) -> tuple[nn.Parameter | None, list[Node], list[Node]]:
-    """The bias, the way to it, and the edges to follow instead if it is none that can wait."""
+def _bias(node: Node | None) -> tuple[list[Target], list[Node]]:
+    """The bias, and the edge to follow instead if it is none that can wait."""
     if node is None:
-        return None, [], []
-    bias, _, way = _parameter(node)
-    if bias is None or bias.dim() != 1 or len(way) > 2:
-        return None, [], [node]
-    return bias, way, []
+        return [], []
+    target = _target(node)
+    if target is None or target.transposed or target.parameter.dim() != 1:
+        return [], [node]
+    return [target], []
 
 
 def _product(
-    node: Node,
-    weight_edge: Node | None,
-    raw: Any,
-    bias_edge: Node | None,
-    data_edge: Node | None,
+    node: Node, weight: Target | None, raw: Any, bias: Node | None, data: Node | None
 ) -> Use | None:
-    weight, transposed, way = _parameter(weight_edge)
-    if weight is None:
+    given = None if weight is None else _saved(raw())
+    if weight is None or given is None:
         return None
-    given = _saved(raw())
-    if given is None:
-        return None
-    bias, bias_way, following = _bias(bias_edge)
+    biases, following = _bias(bias)
 
-    def make(grad: Tensor, given: Tensor) -> None:
-        left, right = (grad.t(), given) if transposed else (given.t(), grad)
-        sums = weight.grad
-        if sums is not None and sums.dtype == grad.dtype and sums.layout is torch.strided:
-            sums.addmm_(left, right)
-        else:
-            add_gradient(weight, torch.mm(left, right), owned=True)
-        if bias is not None:
-            add_gradient(bias, grad.sum(0), owned=True)
+    def gradients(grad: Tensor, given: Tensor) -> list[Tensor]:
+        found = [torch.mm(*_order(weight, grad, given))]
+        return found + [grad.sum(0) for _ in biases]
 
-    following += [data_edge] if data_edge is not None else []
-    return Use(node, weight.nbytes, make, given, way + bias_way, following)
+    following += [data] if data is not None else []
+    return Product(node, [weight, *biases], given, gradients, following)
 
 
 def _addmm(node: Any) -> Use | None:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     (bias, _), (data, _), (weight, _) = node.next_functions
-    return _product(node, weight, lambda: node._raw_saved_mat1, bias, data)
+    return _product(node, _target(weight), lambda: node._raw_saved_mat1, bias, data)
 
 
 def _mm(node: Any) -> Use | None:
     (data, _), (weight, _) = node.next_functions
-    return _product(node, weight, lambda: node._raw_saved_self, None, data)
+    return _product(node, _target(weight), lambda: node._raw_saved_self, None, data)
 
 
 def _convolution(node: Any) -> Use | None:
-    (data, _), (weight_edge, _), (bias_edge, _) = node.next_functions
-    weight, transposed, way = _parameter(weight_edge)
-    if weight is None or transposed:
+    (data, _), (weight_edge, _), (bias, _) = node.next_functions
+    weight = _target(weight_edge)
+    if weight is None or weight.transposed:
         return None
     given, used = _saved(node._raw_saved_input), _saved(node._raw_saved_weight)
     if given is None or used is None:
         return None
-    bias, bias_way, following = _bias(bias_edge)
+    biases, following = _bias(bias)
     manner = (
         *(node._saved_stride, node._saved_padding, node._saved_dilation),
         *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
     )
-    sizes = None if bias is None else list(bias.shape)
-    wanted = [False, True, bias is not None]
+    sizes = list(biases[0].parameter.shape) if biases else None
+    wanted = [False, True, bool(biases)]
 
-    def make(grad: Tensor, given: Tensor) -> None:
-        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            grad, given, used, sizes, *manner, wanted
-        )
-        add_gradient(weight, of_weight, owned=True)
-        if bias is not None:
-            add_gradient(bias, of_bias, owned=True)
+    def gradients(grad: Tensor, given: Tensor) -> list[Tensor]:
+        _, *found = torch.ops.aten.convolution_backward(grad, given, used, sizes, *manner, wanted)
+        return [own for own in found if own is not None]
 
     following += [data] if data is not None else []
-    return Use(node, weight.nbytes, make, given, way + bias_way, following)
+    return Use(node, [weight, *biases], given, gradients, following)
+
+
+@dataclass
+class _Lookup(Use):
+    """An embedding: only the rows that were looked up are added to."""
+
+    padding: int = -1
+
+    def add(self, grad: Tensor) -> None:
+        weight = self.targets[0].parameter
+        if weight.grad is None or weight.grad.layout is not torch.strided:
+            super().add(grad)
+            return
+        # summed row by row first, as autograd does it
+        rows, places = self.given.reshape(-1).unique(return_inverse=True)
+        sums = grad.new_zeros(len(rows), grad.shape[-1])
+        sums.index_add_(0, places, self._masked(grad))
+        weight.grad.index_add_(0, rows, sums.to(weight.grad.dtype))
+
+    def _masked(self, grad: Tensor) -> Tensor:
+        grad = grad.reshape(-1, grad.shape[-1])
+        if self.padding < 0:
+            return grad
+        return grad.masked_fill((self.given.reshape(-1) == self.padding)[:, None], 0)
 
 
 def _embedding(node: Any) -> Use | None:
-    weight, transposed, way = _parameter(node.next_functions[0][0])
-    if weight is None or transposed or node._saved_sparse or node._saved_scale_grad_by_freq:
+    weight = _target(node.next_functions[0][0])
+    if weight is None or weight.transposed:
+        return None
+    if node._saved_sparse or node._saved_scale_grad_by_freq:
         return None
     indices = _saved(node._raw_saved_indices)
     if indices is None:
         return None
-    padding = node._saved_padding_idx
+    count = weight.parameter.shape[0]
+    padding = node._saved_padding_idx if node._saved_padding_idx < count else -1  # unsigned -1
 
-    def make(grad: Tensor, indices: Tensor) -> None:
-        rows, grad = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
-        if padding >= 0:
-            grad = grad.masked_fill((rows == padding)[:, None], 0)
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, rows, grad.to(weight.dtype))
+    def gradients(grad: Tensor, indices: Tensor) -> list[Tensor]:
+        return [torch.ops.aten.embedding_dense_backward(grad, indices, count, padding, False)]
 
-    return Use(node, weight.nbytes, make, indices, way, [])
+    return _Lookup(node, [weight], indices, gradients, [], padding)
 
 
 Kinds = dict[str, Callable[[Any], Use | None]]
@@ -200,3 +255,14 @@ KINDS: Kinds = {
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
 }
+
+
+def saves_elsewhere(node: Node) -> bool:
+    """Whether what a node has saved went through hooks, as checkpointing makes it."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+                if getattr(one, "unpack_hook", None) is not None:
+                    return True
+    return False

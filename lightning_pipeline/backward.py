@@ -193,10 +193,8 @@ class _Walk:
         given = {id(leaf) for leaf in inputs}
         entries = [n for n in self._leaves if id(getattr(n, "variable", None)) in given]
         self.now = self._closed(entries or self._leaves[-1:])
-        # What is computed again, because it was not saved, is computed in one backward only.
-        again = [n for n in self._order if n not in self.now and saves_elsewhere(n)]
-        if again:
-            self.now = self._closed([*self.now, *again])
+        while more := self._entangled():
+            self.now = self._closed([*self.now, *more])
         self._find_borders(given)
 
     @property
@@ -260,6 +258,19 @@ class _Walk:
                     found.add(other)
                     queue.append(other)
         return found
+
+    def _entangled(self) -> list[Node]:
+        """Nodes beyond the borders at which the graph cannot be left.
+
+        Autograd, asked for what comes back to a node, runs all that leads there. And what is
+        computed again, because it was not saved, is computed in one backward only.
+        """
+        outside = [node for node in self._order if node not in self.now]
+        return [node for node in outside if self._is_half_way(node) or saves_elsewhere(node)]
+
+    def _is_half_way(self, node: Node) -> bool:
+        users = self._users.get(node, ())
+        return 0 < sum(user in self.now for user in users) < len(users)
 
     def _find_borders(self, given: set[int]) -> None:
         leaves = [node for node in self._order if node in self.now and kind_of(node) == LEAF]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 Node = torch.autograd.graph.Node
 
 LEAF = "AccumulateGrad"
+_SAVE_NOTHING = (LEAF, "TBackward0", "ToCopyBackward0")
 
 
 @dataclass
@@ -259,6 +260,8 @@ KINDS: Kinds = {
 
 def saves_elsewhere(node: Node) -> bool:
     """Whether what a node has saved went through hooks, as checkpointing makes it."""
+    if kind_of(node) in _SAVE_NOTHING:
+        return False
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             saved = getattr(node, name)

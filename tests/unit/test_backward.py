@@ -298,6 +298,25 @@ def test_first_stages_split_without_an_input():
         assert (weight.grad - own).abs().max() <= 1e-14
 
 
+def test_first_stages_that_branch_split_too():
+    first, second = linear(), linear()
+    norm = nn.BatchNorm1d(WIDTH)
+    weights = [*first.parameters(), *second.parameters(), *norm.parameters()]
+    x = torch.randn(ROWS, WIDTH)
+
+    def forward():
+        y = first(x) * 2
+        return y + norm(second(y)).tanh()
+
+    out = forward()
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, weights, grad)
+    _, deferred = split_backward([(get_gradient_edge(forward()), grad)], [])
+    deferred.run()
+    for weight, own in zip(weights, expected, strict=True):
+        assert torch.equal(weight.grad, own)
+
+
 def test_under_autocast_weights_wait_and_get_what_autograd_gives():
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)

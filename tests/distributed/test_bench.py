@@ -1,0 +1,49 @@
+"""The benchmarks of the command line, on sizes that say nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipeline import cli
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    handlers = logging.root.handlers[:]
+    yield
+    logging.root.handlers[:] = handlers
+
+
+def bench(*overrides: str) -> list[dict[str, Any]]:
+    """Rows that a benchmark of the command line writes."""
+    assert cli.main(["bench", *overrides, "hydra.run.dir=out"]) == 0
+    assert Path("out", "table.md").read_text().count("|---") >= 2
+    rows: list[dict[str, Any]] = json.loads(Path("out", "results.json").read_text())["rows"]
+    return rows
+
+
+def test_limit() -> None:
+    sizes = ["ranks=[2]", "microbatches=[2,4]", "milliseconds=[2]", "rounds=2", "warmup=1"]
+    rows = bench("bench=limit", *sizes, "schedules=[DualPipeV]")
+    assert [row["out_of_order"] for row in rows] == ["illegal", [0]]
+    assert "at least as many microbatches as stages" in rows[0]["reason"]
+    # No step is faster than its critical path, neither the nominal one nor that of its own sleeps.
+    assert rows[1]["path"] == pytest.approx(0.002 * 25)
+    assert rows[1]["ratio"]["least"] >= 1
+    assert rows[1]["ratio_of_sleeps"]["least"] >= 1
+
+
+def test_refusal_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "bench=limit", "schedules=[2F2B]", "hydra.run.dir=out"])
+    printed = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert "got '2F2B'" in printed
+    assert "Traceback" not in printed

@@ -27,6 +27,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipeline.bench.ranks import RankFailed
 from lightning_pipeline.layout import Layout, resolve_layout
 from lightning_pipeline.schedules import get_schedule
 from lightning_pipeline.sharded import consolidate
@@ -131,6 +132,9 @@ def _bench() -> None:
         except InstantiationException as error:
             if isinstance(error.__cause__, ValueError):
                 refuse(error.__cause__)
+            if isinstance(error.__cause__, RankFailed):
+                print(error.__cause__, file=sys.stderr)
+                raise SystemExit(1) from None
             raise
         report.write(output)
         print(f"results: {os.path.relpath(output)}")

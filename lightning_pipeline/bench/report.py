@@ -117,7 +117,8 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+        small = 0 < abs(value) < 0.001
+        return f"{value:.1e}" if small else f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
     if hasattr(value, "median"):  # a Spread
         return str(value)
     if isinstance(value, (list, tuple)):

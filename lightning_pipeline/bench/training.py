@@ -35,6 +35,7 @@ class TrainerSteps:
         self, trainer: L.Trainer, module: L.LightningModule, batches: Sequence[Any]
     ) -> None:
         self._gate = _Gate(batches)
+        self.module = module
         self._error: BaseException | None = None
         args = trainer, module
         thread = threading.Thread(target=self._fit, args=args, daemon=True)

@@ -47,3 +47,31 @@ def test_refusal_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 2
     assert "got '2F2B'" in printed
     assert "Traceback" not in printed
+
+
+def test_hand() -> None:
+    sizes = ["blocks=4", "rows=8", "microbatches=4", "sizes={mlp: {width: 16}}"]
+    ways = "ways=[hand 1F1B, hand 1F1B, ours ZBVZeroBubble 2, hand ZBVZeroBubble 2]"
+    rows = bench("bench=hand", "models=[mlp]", *sizes, ways, "rounds=2", "warmup=1")
+    assert [row["way"] for row in rows] == [
+        "hand 1F1B",
+        "hand 1F1B again",
+        "ours ZBVZeroBubble 2",
+        "hand ZBVZeroBubble 2",
+    ]
+    base, _, ours, same = rows
+    assert base["to_base"]["median"] == base["promised"] == 1.0
+    assert base["to_same"] is same["to_same"] is None
+    assert ours["to_same"]["median"] > 0
+    assert ours["promised"] == same["promised"] < 1.0
+    # All have taken the same steps from the same weights, in float32.
+    assert max(row["difference"] for row in rows) < 1e-6
+
+
+def test_a_way_must_name_who_and_a_schedule(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "bench=hand", "ways=[torch 1F1B]", "hydra.run.dir=out"])
+    printed = capfd.readouterr().err
+    assert "A way must be 'hand' or 'ours'" in printed
+    assert "got 'torch 1F1B'" in printed
+    assert "Write 'ours InterleavedZeroBubble 2'." in printed

@@ -50,7 +50,7 @@ def test_refusal_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_hand() -> None:
-    sizes = ["blocks=4", "rows=8", "microbatches=4", "sizes={mlp: {width: 16}}"]
+    sizes = ["blocks=4", "rows=8", "microbatches=4", "sizes.mlp.width=16"]
     ways = "ways=[hand 1F1B, hand 1F1B, ours ZBVZeroBubble 2, hand ZBVZeroBubble 2]"
     rows = bench("bench=hand", "models=[mlp]", *sizes, ways, "rounds=2", "warmup=1")
     assert [row["way"] for row in rows] == [

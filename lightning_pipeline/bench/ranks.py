@@ -27,6 +27,10 @@ class RankFailed(RuntimeError):
     """A rank raised, died or met the deadline; the message holds what all of them said."""
 
 
+class DeadlineMet(RankFailed):
+    """The ranks were killed because they had not ended, none because another one failed."""
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -52,6 +56,7 @@ def run_ranks(
 
     Raises:
         RankFailed: If a rank did not end by itself and well.
+        DeadlineMet: If that is all that is wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -63,7 +68,8 @@ def run_ranks(
         failures = [Path(folder, f"{rank}.error") for rank in range(world_size)]
         if any(codes):
             said = "\n".join(f.read_text() for f in failures if f.exists())
-            raise RankFailed(f"exit codes by rank: {codes}\n{said}")
+            kind = DeadlineMet if set(codes) <= {0, -signal.SIGKILL} else RankFailed
+            raise kind(f"exit codes by rank: {codes}\n{said}")
         return [
             torch.load(Path(folder, f"{rank}.result"), weights_only=False)
             for rank in range(world_size)

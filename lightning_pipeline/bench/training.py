@@ -29,13 +29,19 @@ class TrainerSteps:
         trainer: The Trainer.
         module: What it fits.
         batches: Its batches, used again and again.
+
+    Attributes:
+        module: What it fits.
+        strategy: The Trainer's strategy.
     """
+
+    strategy: Any
 
     def __init__(
         self, trainer: L.Trainer, module: L.LightningModule, batches: Sequence[Any]
     ) -> None:
         self._gate = _Gate(batches)
-        self.module = module
+        self.module, self.strategy = module, trainer.strategy
         self._error: BaseException | None = None
         args = trainer, module
         thread = threading.Thread(target=self._fit, args=args, daemon=True)
@@ -88,7 +94,7 @@ class _Gate(Dataset[Any]):
         return self._batches[index % len(self._batches)]
 
 
-class _Quiet(PipelineStrategy):
+class QuietStrategy(PipelineStrategy):
     """A PipelineStrategy that does not print its plan."""
 
     def _show(self, plan: Any) -> None:
@@ -100,7 +106,7 @@ def trainer_steps(
     batches: Sequence[Any],
     *,
     ranks: int,
-    strategy: dict[str, Any] | str,
+    strategy: dict[str, Any] | PipelineStrategy | str,
     **arguments: Any,
 ) -> TrainerSteps:
     """A quiet Trainer's steps.
@@ -109,10 +115,10 @@ def trainer_steps(
         module: What is fitted.
         batches: Its batches.
         ranks: Devices of the Trainer.
-        strategy: Arguments of a PipelineStrategy, or the name of one of Lightning's.
+        strategy: Arguments of a PipelineStrategy, one, or the name of one of Lightning's.
         arguments: Further arguments of the Trainer.
     """
-    chosen: Any = _Quiet(**strategy) if isinstance(strategy, dict) else strategy
+    chosen: Any = QuietStrategy(**strategy) if isinstance(strategy, dict) else strategy
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,

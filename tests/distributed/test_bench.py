@@ -75,3 +75,44 @@ def test_a_way_must_name_who_and_a_schedule(capfd: pytest.CaptureFixture[str]) -
     assert "A way must be 'hand' or 'ours'" in printed
     assert "got 'torch 1F1B'" in printed
     assert "Write 'ours InterleavedZeroBubble 2'." in printed
+
+
+def test_overlap() -> None:
+    sizes = ["ranks=2", "replicas=2", "microbatches=2", "milliseconds=1", "width=64"]
+    [row] = bench("bench=overlap", "schedules=[1F1B]", *sizes, "rounds=2", "warmup=1")
+    assert row["megabytes"] == pytest.approx(4 * (64 * 64 + 64) / 1e6)
+    assert row["without"]["least"] > 0.006
+    assert row["alone"]["median"] > 0
+    # The exchange is left out by one of them only: the median of two is their mean.
+    mean = row["seconds"]["median"] - row["without"]["median"]
+    assert row["exposed"]["median"] == pytest.approx(mean)
+
+
+def test_planning() -> None:
+    rows = bench("bench=planning", "num_layers=[2,6]", "num_stages=[2,4]")
+    assert [(row["layers"], row["stages"]) for row in rows] == [(2, 2), (6, 2), (6, 4)]
+    for row in rows:
+        assert row["seconds"] == pytest.approx(row["record"] + row["partition"] + row["cut"])
+        assert row["first"] > row["record"] / 10
+
+
+def test_actions() -> None:
+    rows = bench("bench=actions", "schedules=[1F1B]", "microbatches=[1,2,4]", "rounds=2")
+    assert [(row["who"], row["microbatches"]) for row in rows] == [
+        ("hand", 2),
+        ("hand", 4),
+        ("ours", 2),
+        ("ours", 4),
+    ]
+    assert all(row["off"] == pytest.approx(0) for row in rows)  # a line through two points
+    assert all((row["to_hand"] is None) == (row["who"] == "hand") for row in rows)
+
+
+def test_memory() -> None:
+    sizes = ["microbatches=[2,8]", "num_layers=4", "rows=256"]
+    rows = bench("bench=memory", "schedules=[GPipe]", *sizes)
+    # A layer saves its input, what its norm makes of it, and the result of ReLU, twice as wide.
+    saved = 4 * 256 * 64 * 4 / 1e6
+    few, many = (row["megabytes"][1] for row in rows)  # of two layers on the first stage
+    assert (many - few) / (8 - 2) == pytest.approx(2 * saved, rel=0.05)
+    assert rows[1]["ratio"][1] == pytest.approx(many / few)

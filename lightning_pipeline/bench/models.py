@@ -16,30 +16,39 @@ _WORDS, _CLASSES = 512, 10
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+Optimize = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Plain SGD."""
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW, which keeps two numbers for each weight."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
 class Chain(L.LightningModule):
-    """Blocks ``net.0``, ``net.1``, ... and a loss, trained by SGD.
+    """Blocks ``net.0``, ``net.1``, ... and a loss.
 
     Args:
         blocks: The blocks.
         loss: Of the last block's output and the targets, a mean over the rows.
+        optimize: Makes the optimizer of some parameters.
     """
 
-    def __init__(self, blocks: list[nn.Module], loss: Loss) -> None:
+    def __init__(self, blocks: list[nn.Module], loss: Loss, optimize: Optimize) -> None:
         super().__init__()
-        self.net, self._loss = nn.Sequential(*blocks), loss
+        self.net, self._loss, self._optimize = nn.Sequential(*blocks), loss, optimize
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch of inputs and targets."""
         return self._loss(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
-        return sgd(self.parameters())
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of all that are compared."""
-    return torch.optim.SGD(parameters, lr=1e-3)
+        """One optimizer for all."""
+        return self._optimize(self.parameters())
 
 
 @dataclass(frozen=True)
@@ -56,10 +65,10 @@ class Model:
     batch: Callable[[int], tuple[Tensor, Tensor]]
     loss: Loss
 
-    def chain(self, num_blocks: int) -> Chain:
+    def chain(self, num_blocks: int, optimize: Optimize = sgd) -> Chain:
         """The same weights each time."""
         torch.manual_seed(0)
-        return Chain(self.blocks(num_blocks), self.loss)
+        return Chain(self.blocks(num_blocks), self.loss, optimize)
 
     def batches(self, rows: int, count: int = 2) -> list[tuple[Tensor, Tensor]]:
         """The same ``count`` batches each time."""

@@ -27,6 +27,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipeline.bench.ranks import RankFailed
 from lightning_pipeline.layout import Layout, resolve_layout
 from lightning_pipeline.schedules import get_schedule
 from lightning_pipeline.sharded import consolidate
@@ -42,6 +43,7 @@ lightning-pipeline COMMAND [OVERRIDE ...] [--multirun] [--cfg job] [--help]
   predict   write the predictions of checkpoint=PATH for the test data
   consolidate FOLDER [FILE]
             turn a checkpoint folder into one plain Lightning file
+  bench     measure what bench=limit, hand, ... is about, and write a table
 
 Examples:
   lightning-pipeline train
@@ -49,12 +51,14 @@ Examples:
   lightning-pipeline train --multirun schedule=gpipe,1f1b,interleaved_1f1b
   lightning-pipeline train strategy=ddp
   lightning-pipeline test checkpoint=outputs/DAY/TIME/checkpoints/last.ckpt
+  lightning-pipeline bench bench=limit ranks=[2] microbatches=[8]
 
 A folder is what strategy.save_distributed_checkpoint=true writes.
-Overrides are Hydra's; `lightning-pipeline train --help` lists the groups and the configuration.
+Overrides are Hydra's; `lightning-pipeline train --help` lists the groups and the configuration,
+`lightning-pipeline bench bench=NAME --help` those of a benchmark.
 """
 
-CONSOLIDATE = "consolidate"
+CONSOLIDATE, BENCH = "consolidate", "bench"
 Metrics = dict[str, float]
 
 
@@ -77,8 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *overrides = words
     if command == CONSOLIDATE:
         return _consolidate(overrides)
+    if command == BENCH:
+        with _arguments(overrides):
+            _bench()
+        return 0
     if command not in COMMANDS:
-        known = ", ".join([*COMMANDS, CONSOLIDATE])
+        known = ", ".join([*COMMANDS, CONSOLIDATE, BENCH])
         print(f"The command must be one of {known}, got {command!r}.\n\n{HELP}", file=sys.stderr)
         return 2
     if overrides[:1] == ["--job"]:
@@ -113,6 +121,25 @@ def _consolidate(words: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         refuse(error)
     return 0
+
+
+def _bench() -> None:
+    @hydra.main(version_base="1.3", config_path=CONF, config_name="bench")
+    def job(cfg: DictConfig) -> None:
+        output = Path(HydraConfig.get().runtime.output_dir)
+        try:
+            report = _build(cfg)
+        except InstantiationException as error:
+            if isinstance(error.__cause__, ValueError):
+                refuse(error.__cause__)
+            if isinstance(error.__cause__, RankFailed):
+                print(error.__cause__, file=sys.stderr)
+                raise SystemExit(1) from None
+            raise
+        report.write(output)
+        print(f"results: {os.path.relpath(output)}")
+
+    job()
 
 
 def _in_snake_case(word: str) -> str:

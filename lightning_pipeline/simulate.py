@@ -10,7 +10,7 @@ rank has not made yet:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -120,6 +120,32 @@ def simulate(
     Raises:
         ValueError: If ranks wait for each other or for an action that is in no list.
     """
+    return _simulate(actions, lambda a: times[a.stage].of(a.op), len(times), message)
+
+
+def simulate_measured(
+    actions: Sequence[Sequence[Action]], seconds: Mapping[Action, float], message: float = 0.0
+) -> Timeline:
+    """Computes when every action runs, from a duration of its own for each.
+
+    Args:
+        actions: As for `simulate`.
+        seconds: The duration of every action, in seconds.
+        message: As for `simulate`.
+
+    Raises:
+        ValueError: If ranks wait for each other or for an action that is in no list.
+    """
+    num_stages = 1 + max(action.stage for row in actions for action in row)
+    return _simulate(actions, seconds.__getitem__, num_stages, message)
+
+
+def _simulate(
+    actions: Sequence[Sequence[Action]],
+    seconds: Callable[[Action], float],
+    num_stages: int,
+    message: float,
+) -> Timeline:
     rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     ready: dict[_Value, float] = {}
     waiting: dict[_Value, list[int]] = defaultdict(list)
@@ -130,7 +156,7 @@ def simulate(
         row = actions[rank]
         while len(spans[rank]) < len(row):
             action = row[len(spans[rank])]
-            needs = _needs(action, len(times))
+            needs = _needs(action, num_stages)
             missing = next((value for value in needs if value not in ready), None)
             if missing is not None:
                 waiting[missing].append(rank)
@@ -139,7 +165,7 @@ def simulate(
             for value in needs:
                 late = message if rank_of[value[0]] != rank else 0.0
                 start = max(start, ready[value] + late)
-            end = start + times[action.stage].of(action.op)
+            end = start + seconds(action)
             spans[rank].append(Span(action, start, end))
             made = _makes(action)
             ready[made] = end

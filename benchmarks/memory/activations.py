@@ -12,7 +12,6 @@ during the third step, above what there was at its start (gradients are part of 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import tempfile
@@ -25,11 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.actions import action_lists
+from lightning_pipeline.bench.memory import AllocatedPeak
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 from lightning_pipeline.simulate import StageTime, simulate
 
@@ -50,41 +49,17 @@ class Block(nn.Module):
 
 
 class Chain(L.LightningModule):
-    """Equal blocks; its third step is measured."""
+    """Equal blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.net = nn.Sequential(*(Block() for _ in range(num_blocks)))
-        self.profile: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0]).square().mean()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.profile.start()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.profile is not None:
-            self.profile.stop()
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def peak(measured: Any) -> int:
-    """Most bytes at once, above those at the start."""
-    with tempfile.TemporaryDirectory() as folder:
-        measured.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    memory = [event for event in events if event["name"] == "[memory]"]
-    memory.sort(key=lambda event: event["ts"])
-    given = most = 0
-    for event in memory:
-        given += event["args"]["Bytes"]
-        most = max(most, given)
-    return most
 
 
 def saved_bytes() -> int:
@@ -115,7 +90,7 @@ def rank_main(rank: int, folder: str, ranks: int, schedule: str, again: str, cou
     blocks = BLOCKS_PER_RANK * ranks
     stages = ranks * get_schedule(schedule).default_stages_per_rank
     each = blocks // stages
-    module = Chain(blocks)
+    module, peak = Chain(blocks), AllocatedPeak()
     strategy = PipelineStrategy(
         schedule=schedule,
         num_microbatches=count,
@@ -127,11 +102,17 @@ def rank_main(rank: int, folder: str, ranks: int, schedule: str, again: str, cou
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=3, max_epochs=1, **off
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_steps=3,
+        max_epochs=1,
+        callbacks=[peak],
+        **off,
     )
     rows = torch.randn(3 * ROWS * count, WIDTH)
     trainer.fit(module, DataLoader(TensorDataset(rows), ROWS * count))
-    Path(folder, str(rank)).write_text(str(peak(module.profile)))
+    Path(folder, str(rank)).write_text(str(peak.bytes))
 
 
 def theory(schedule: str, ranks: int, count: int, again: bool) -> list[float]:

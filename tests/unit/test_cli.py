@@ -42,15 +42,14 @@ def _leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
-    for command in (*cli.COMMANDS, cli.CONSOLIDATE):
+    for command in (*cli.COMMANDS, cli.CONSOLIDATE, cli.BENCH):
         assert f"\n  {command}" in printed
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    assert (
-        "one of train, validate, test, predict, consolidate, got 'trian'" in capsys.readouterr().err
-    )
+    known = "one of train, validate, test, predict, consolidate, bench, got 'trian'"
+    assert known in capsys.readouterr().err
 
 
 def test_composed_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

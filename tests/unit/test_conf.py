@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from hydra.utils import get_class
+from hydra.utils import get_class, get_method
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipeline import cli
@@ -18,8 +19,9 @@ from lightning_pipeline.schedules import SCHEDULES, get_schedule
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
+BENCHMARKS = sorted(path.stem for path in CONF.glob("bench/*.yaml"))
 CHOICES = sorted(
-    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.stem != "train"
+    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "bench"
 )
 EXPERIMENTS = [name for group, name in CHOICES if group == "experiment"]
 
@@ -60,6 +62,15 @@ def test_experiments_are_headed_by_their_command(name: str) -> None:
         "# @package _global_",
         f"# lightning-pipeline train experiment={name}",
     ]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_name_all_arguments_and_are_headed_by_their_command(name: str) -> None:
+    lines = (CONF / "bench" / f"{name}.yaml").read_text().splitlines()
+    assert lines[:2] == ["# @package _global_", f"# lightning-pipeline bench bench={name}"]
+    target, *arguments = compose("bench", overrides=[f"bench={name}"]).items()
+    function = inspect.signature(get_method(target[1]))
+    assert dict(arguments).keys() == function.parameters.keys()
 
 
 def test_every_experiment_has_its_row_in_the_docs() -> None:

@@ -1,0 +1,202 @@
+"""Step time of every schedule over the critical path of its own order of actions."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_pipeline.actions import Action, action_lists
+from lightning_pipeline.bench.emulation import SLEEPS, Sleep, SleepingModel
+from lightning_pipeline.bench.harness import Comparison, alternate, settle_process, spread
+from lightning_pipeline.bench.ranks import run_ranks
+from lightning_pipeline.bench.report import Report
+from lightning_pipeline.bench.training import trainer_steps
+from lightning_pipeline.schedules import SCHEDULES, Schedule, get_schedule
+from lightning_pipeline.simulate import StageTime, simulate, simulate_measured
+
+_ROWS, _WIDTH = 4, 16  # of a microbatch
+
+COLUMNS = {
+    "schedule": "schedule",
+    "ranks": "ranks",
+    "microbatches": "microbatches",
+    "milliseconds": "ms a forward",
+    "path": "path, s",
+    "seconds": "step, s",
+    "ratio": "step / path",
+    "ratio_of_sleeps": "step / path of its own sleeps",
+    "busy": "cores busy",
+    "out_of_order": "stages out of order",
+}
+
+
+def measure(
+    schedules: Sequence[str] | None = None,
+    ranks: Sequence[int] = (2, 4, 8),
+    microbatches: Sequence[int] = (8, 16, 32),
+    milliseconds: Sequence[float] = (10.0, 3.0),
+    rounds: int = 7,
+    warmup: int = 2,
+    steps: int = 1,
+) -> Report:
+    """Times steps of a Trainer on layers that sleep, one layer a stage.
+
+    A step is all that the Trainer does from one batch to the next, the optimizer's step included.
+    Its critical path is that of the schedule's order with the nominal times and free messages, and
+    once more with the times that the layers really slept in this very step.
+
+    Args:
+        schedules: Names; ``None`` is every schedule.
+        ranks: Sizes of the pipeline.
+        microbatches: Numbers of microbatches.
+        milliseconds: Times of one stage's forward, and of its input and its weight gradient.
+        rounds: Turns that count.
+        warmup: Turns before.
+        steps: Steps of a turn in a row between barriers. With one, the ratio has the whole
+            overhead of a step in it; with several, ranks may run on into the next step.
+
+    Returns:
+        A row for each combination; stages are out of order that do not compute in the order of
+        the list, such as a first stage whose backward torch never splits.
+    """
+    settings = dict(rounds=rounds, warmup=warmup, steps=steps)
+    report = Report("limit", "Step time over the critical path.", settings, COLUMNS)
+    chosen = [s.name for s in SCHEDULES] if schedules is None else schedules
+    for num_ranks in ranks:
+        for name in chosen:
+            for count in microbatches:
+                for each in milliseconds:
+                    case = _Case(get_schedule(name), num_ranks, count, each / 1e3)
+                    report.add(**case.row(rounds, warmup, steps))
+    return report
+
+
+class _Case:
+    """One schedule at one size.
+
+    Args:
+        schedule: The schedule, with its default number of stages on a rank.
+        ranks: Ranks of the pipeline.
+        microbatches: Number of microbatches.
+        seconds: Time of each of ``F``, ``I`` and ``W`` of a stage.
+    """
+
+    def __init__(self, schedule: Schedule, ranks: int, microbatches: int, seconds: float) -> None:
+        self.schedule, self.ranks, self.microbatches = schedule, ranks, microbatches
+        self.seconds = StageTime(seconds, seconds, seconds)
+        self.num_stages = ranks * schedule.default_stages_per_rank
+
+    def row(self, rounds: int, warmup: int, steps: int) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "schedule": self.schedule.name,
+            "ranks": self.ranks,
+            "microbatches": self.microbatches,
+            "milliseconds": 1e3 * self.seconds.forward,
+        }
+        depth = self.schedule.default_stages_per_rank
+        try:
+            lists = action_lists(self.schedule, self.ranks, depth, self.microbatches)
+        except ValueError as error:
+            return {**row, "out_of_order": "illegal", "reason": str(error)}
+        path = simulate(lists, [self.seconds] * self.num_stages).makespan
+        deadline = 60 + 4 * path * (rounds + warmup) * steps
+        found = run_ranks(
+            self.ranks, self.measure_on_rank, rounds, warmup, steps, deadline=deadline
+        )[0]
+        step = found.seconds("trainer")
+        row |= {"path": path, "seconds": step, "ratio": spread([t / path for t in _all(found)])}
+        logs = [list(itertools.chain(*t.collected)) for t in found.turns["trainer"]]
+        wrong = sorted(set().union(*(out_of_order(lists, log, steps) for log in logs)))
+        if steps == 1:
+            paths = [simulate_measured(lists, seconds_of(lists, log)).makespan for log in logs]
+            ratios = [t / p for t, p in zip(_all(found), paths, strict=True)]
+            row["ratio_of_sleeps"] = spread(ratios)
+        busy = found.cpu_seconds("trainer").median / step.median
+        return {**row, "busy": busy, "out_of_order": wrong or "none"}
+
+    def measure_on_rank(self, rounds: int, warmup: int, steps: int) -> Comparison:
+        """Runs on every rank."""
+        settle_process()
+        strategy = {
+            "schedule": self.schedule.name,
+            "num_microbatches": self.microbatches,
+            "partition": [f"net.{index}" for index in range(1, self.num_stages)],
+        }
+        trainer = trainer_steps(
+            SleepingModel(self.num_stages, self.seconds, _WIDTH),
+            [torch.ones(_ROWS * self.microbatches, _WIDTH)],
+            ranks=self.ranks,
+            strategy=strategy,
+        )
+        subjects = {"trainer": trainer}
+        sizes = dict(rounds=rounds, warmup=warmup, steps=steps)
+        return alternate(subjects, **sizes, collect=take_sleeps)
+
+
+def _all(found: Comparison) -> list[float]:
+    return [turn.seconds for turn in found.turns["trainer"]]
+
+
+def take_sleeps() -> list[Sleep]:
+    """The sleeps of this process since the last call."""
+    taken = list(SLEEPS)
+    SLEEPS.clear()
+    return taken
+
+
+def _by_layer(log: Iterable[Sleep]) -> dict[int, list[Sleep]]:
+    layers: dict[int, list[Sleep]] = defaultdict(list)
+    for sleep in log:
+        layers[sleep.layer].append(sleep)
+    return layers
+
+
+def out_of_order(
+    lists: Sequence[Sequence[Action]], log: Sequence[Sleep], steps: int = 1
+) -> set[int]:
+    """The stages that did not sleep in the order of their actions.
+
+    Args:
+        lists: Actions by rank.
+        log: Sleeps of all ranks, each layer's in order; layer ``i`` is stage ``i``.
+        steps: Number of steps in it.
+    """
+    found = {layer: [s.op for s in sleeps] for layer, sleeps in _by_layer(log).items()}
+    wanted: dict[int, list[str]] = defaultdict(list)
+    for row in lists:
+        for action in row:
+            wanted[action.stage].append("IW" if action.op == "B" else action.op)
+    return {
+        stage
+        for stage, ops in wanted.items()
+        if not _is_in_order(found.get(stage, []), ops * steps)
+    }
+
+
+def _is_in_order(found: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the operations are the wanted ones, each of one letter or of two in any order."""
+    rest = iter(found)
+    done = all(sorted(itertools.islice(rest, len(ops))) == sorted(ops) for ops in wanted)
+    return done and next(rest, None) is None
+
+
+def seconds_of(lists: Sequence[Sequence[Action]], log: Sequence[Sleep]) -> dict[Action, float]:
+    """How long each action of one step really slept.
+
+    Args:
+        lists: Actions by rank.
+        log: Sleeps of all ranks in that step, in the order of the actions.
+    """
+    left: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for sleep in reversed(log):
+        left[sleep.layer, sleep.op].append(sleep.end - sleep.start)
+    found = {}
+    for row in lists:
+        for action in row:
+            ops = "IW" if action.op == "B" else action.op
+            found[action] = sum(left[action.stage, op].pop() for op in ops)
+    return found

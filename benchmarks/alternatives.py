@@ -35,7 +35,7 @@ from lightning_pipeline.schedules import get_schedule
 from lightning_pipeline.simulate import StageTime, simulate
 from lightning_pipeline.splitting import is_elsewhere
 
-RANKS, MICROBATCHES, MEGA = 2, 8, 1e6
+RANKS, MEGA = 2, 1e6
 WAYS = ("ddp", "ddp again", "fsdp2", "single", "1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 COLUMNS = {
@@ -60,6 +60,7 @@ class Case(NamedTuple):
         sizes: Its arguments.
         blocks: Its blocks.
         rows: Rows of the global batch.
+        microbatches: Microbatches of the pipelines.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Case(NamedTuple):
     sizes: dict[str, int]
     blocks: int
     rows: int
+    microbatches: int = 8
 
 
 CASES = {
@@ -102,13 +104,12 @@ def loop(case: Case, chain: Chain, batches: Batches, threads: int = 1) -> Steps:
 
 def subject(case: Case, way: str) -> tuple[Subject, Callable[[], float]]:
     """A way to train on this rank, and what gives the bytes of its states once it has trained."""
-    model = MODELS[case.model](**case.sizes)
+    model, rank = MODELS[case.model](**case.sizes), dist.get_rank()
+    if way == "single" and rank:
+        return Steps(lambda: None), lambda: 0.0
     chain, batches = model.chain(case.blocks, adam), model.batches(case.rows)
-    rank = dist.get_rank()
     own = [tuple(t.chunk(RANKS)[rank].clone() for t in batch) for batch in batches]
     if way == "single":
-        if rank:
-            return Steps(lambda: None), lambda: 0.0
         steps = loop(case, chain, batches, threads=RANKS)
         return steps, lambda: _bytes(chain, steps.optimizer)  # type: ignore[attr-defined]
     if way == "fsdp2":
@@ -124,7 +125,7 @@ def subject(case: Case, way: str) -> tuple[Subject, Callable[[], float]]:
         first = cuts(case.blocks, RANKS * depth)[1:-1]
         strategy = {
             "schedule": way,
-            "num_microbatches": MICROBATCHES,
+            "num_microbatches": case.microbatches,
             "partition": [f"net.{index}" for index in first],
         }
         trainer = trainer_steps(chain, batches, ranks=RANKS, strategy=strategy)
@@ -186,13 +187,13 @@ def link_on_rank(megabytes: int = 32) -> float:
     return 8 * message.nbytes / seconds / 1e9
 
 
-def bound(way: str) -> float | None:
+def bound(way: str, microbatches: int) -> float | None:
     """Share of its time that a rank computes under a schedule, stages of equal F, I and W."""
     if way in ("ddp", "ddp again", "fsdp2", "single"):
         return None
     schedule = get_schedule(way)
     depth = schedule.default_stages_per_rank
-    lists = action_lists(schedule, RANKS, depth, MICROBATCHES)
+    lists = action_lists(schedule, RANKS, depth, microbatches)
     return 1 - simulate(lists, [StageTime(1, 1, 1)] * RANKS * depth).bubble
 
 
@@ -227,7 +228,7 @@ def main() -> None:
                     model=case.model,
                     way=way,
                     **times[way],
-                    bound=bound(way),
+                    bound=bound(way, case.microbatches),
                     peak=[peak / MEGA for peak, _ in memory],
                     state=[state / MEGA for _, state in memory],
                 )

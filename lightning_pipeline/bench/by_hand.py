@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from lightning_pipeline.bench.emulation import SleepingModel
 from lightning_pipeline.bench.harness import Steps
 from lightning_pipeline.bench.models import Chain, Loss, cuts, sgd
 from lightning_pipeline.schedules import Schedule
@@ -30,22 +31,25 @@ class HandSteps(Steps):
         schedule: The schedule.
         depth: Stages on a rank.
         microbatches: Number of microbatches.
+        shapes: Meta tensors at the begin of each stage and at the end of the last; ``None``: found
+            by a forward on meta tensors.
     """
 
     def __init__(
         self,
-        chain: Chain,
+        chain: Chain | SleepingModel,
         loss: Loss,
         batches: Sequence[tuple[Tensor, Tensor]],
         schedule: Schedule,
         depth: int,
         microbatches: int,
+        shapes: list[Tensor] | None = None,
     ) -> None:
         super().__init__(self._step)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         num_stages = ranks * depth
         bounds = cuts(len(chain.net), num_stages)
-        shapes = _boundaries(chain.net, bounds, batches[0][0].chunk(microbatches)[0])
+        shapes = shapes or _boundaries(chain.net, bounds, batches[0][0].chunk(microbatches)[0])
         held = schedule.stages_of_rank(rank, ranks, depth)
         self._parts = {i: chain.net[bounds[i] : bounds[i + 1]] for i in held}
         stages = [

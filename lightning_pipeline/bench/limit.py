@@ -10,8 +10,17 @@ from typing import Any
 import torch
 
 from lightning_pipeline.actions import Action, action_lists
+from lightning_pipeline.bench.by_hand import HandSteps
 from lightning_pipeline.bench.emulation import SLEEPS, Sleep, SleepingModel
-from lightning_pipeline.bench.harness import Comparison, alternate, settle_process, spread
+from lightning_pipeline.bench.harness import (
+    Comparison,
+    Spread,
+    Subject,
+    Turn,
+    alternate,
+    settle_process,
+    spread,
+)
 from lightning_pipeline.bench.ranks import run_ranks
 from lightning_pipeline.bench.report import Report
 from lightning_pipeline.bench.training import trainer_steps
@@ -29,6 +38,8 @@ COLUMNS = {
     "seconds": "step, s",
     "ratio": "step / path",
     "ratio_of_sleeps": "step / path of its own sleeps",
+    "by_hand": "torch by hand / path of its own sleeps",
+    "to_hand": "step / torch by hand",
     "busy": "cores busy",
     "out_of_order": "stages out of order",
 }
@@ -42,6 +53,7 @@ def measure(
     rounds: int = 7,
     warmup: int = 2,
     steps: int = 1,
+    by_hand: bool = False,
 ) -> Report:
     """Times steps of a Trainer on layers that sleep, one layer a stage.
 
@@ -58,12 +70,14 @@ def measure(
         warmup: Turns before.
         steps: Steps of a turn in a row between barriers. With one, the ratio has the whole
             overhead of a step in it; with several, ranks may run on into the next step.
+        by_hand: Whether a loop by hand on torch's pipelining takes turns with the Trainer.
 
     Returns:
         A row for each combination; stages are out of order that do not compute in the order of
         the list, such as a first stage whose backward torch never splits.
     """
-    settings = dict(rounds=rounds, warmup=warmup, steps=steps)
+    sizes = dict(rounds=rounds, warmup=warmup, steps=steps)
+    settings = {**sizes, "by_hand": by_hand}
     report = Report("limit", "Step time over the critical path.", settings, COLUMNS)
     chosen = [s.name for s in SCHEDULES] if schedules is None else schedules
     for num_ranks in ranks:
@@ -71,7 +85,7 @@ def measure(
             for count in microbatches:
                 for each in milliseconds:
                     case = _Case(get_schedule(name), num_ranks, count, each / 1e3)
-                    report.add(**case.row(rounds, warmup, steps))
+                    report.add(**case.row(by_hand, sizes))
     return report
 
 
@@ -90,7 +104,7 @@ class _Case:
         self.seconds = StageTime(seconds, seconds, seconds)
         self.num_stages = ranks * schedule.default_stages_per_rank
 
-    def row(self, rounds: int, warmup: int, steps: int) -> dict[str, Any]:
+    def row(self, by_hand: bool, sizes: dict[str, int]) -> dict[str, Any]:
         row: dict[str, Any] = {
             "schedule": self.schedule.name,
             "ranks": self.ranks,
@@ -103,22 +117,26 @@ class _Case:
         except ValueError as error:
             return {**row, "out_of_order": "illegal", "reason": str(error)}
         path = simulate(lists, [self.seconds] * self.num_stages).makespan
-        deadline = 60 + 4 * path * (rounds + warmup) * steps
-        found = run_ranks(
-            self.ranks, self.measure_on_rank, rounds, warmup, steps, deadline=deadline
-        )[0]
+        turns = (sizes["rounds"] + sizes["warmup"]) * sizes["steps"] * (1 + by_hand)
+        args = by_hand, sizes
+        deadline = 60 + 4 * path * turns
+        found = run_ranks(self.ranks, self.measure_on_rank, *args, deadline=deadline)[0]
+        turns_of_trainer = found.turns["trainer"]
         step = found.seconds("trainer")
-        row |= {"path": path, "seconds": step, "ratio": spread([t / path for t in _all(found)])}
-        logs = [list(itertools.chain(*t.collected)) for t in found.turns["trainer"]]
-        wrong = sorted(set().union(*(out_of_order(lists, log, steps) for log in logs)))
-        if steps == 1:
-            paths = [simulate_measured(lists, seconds_of(lists, log)).makespan for log in logs]
-            ratios = [t / p for t, p in zip(_all(found), paths, strict=True)]
-            row["ratio_of_sleeps"] = spread(ratios)
-        busy = found.cpu_seconds("trainer").median / step.median
-        return {**row, "busy": busy, "out_of_order": wrong or "none"}
+        row |= {"path": path, "seconds": step}
+        row["ratio"] = spread([turn.seconds / path for turn in turns_of_trainer])
+        row["busy"] = found.cpu_seconds("trainer").median / step.median
+        wrong = (out_of_order(lists, _log(turn), sizes["steps"]) for turn in turns_of_trainer)
+        row["out_of_order"] = sorted(set().union(*wrong)) or "none"
+        if sizes["steps"] == 1:
+            row["ratio_of_sleeps"] = _over_sleeps(lists, turns_of_trainer)
+        if by_hand:
+            row["to_hand"] = found.ratio("trainer", "hand")
+        if by_hand and sizes["steps"] == 1:
+            row["by_hand"] = _over_sleeps(lists, found.turns["hand"])
+        return row
 
-    def measure_on_rank(self, rounds: int, warmup: int, steps: int) -> Comparison:
+    def measure_on_rank(self, by_hand: bool, sizes: dict[str, int]) -> Comparison:
         """Runs on every rank."""
         settle_process()
         strategy = {
@@ -126,19 +144,36 @@ class _Case:
             "num_microbatches": self.microbatches,
             "partition": [f"net.{index}" for index in range(1, self.num_stages)],
         }
-        trainer = trainer_steps(
-            SleepingModel(self.num_stages, self.seconds, _WIDTH),
-            [torch.ones(_ROWS * self.microbatches, _WIDTH)],
-            ranks=self.ranks,
-            strategy=strategy,
-        )
-        subjects = {"trainer": trainer}
-        sizes = dict(rounds=rounds, warmup=warmup, steps=steps)
+        batch, model = torch.ones(_ROWS * self.microbatches, _WIDTH), self._model()
+        trainer = trainer_steps(model, [batch], ranks=self.ranks, strategy=strategy)
+        subjects: dict[str, Subject] = {"trainer": trainer}
+        if by_hand:
+            subjects["hand"] = self._hand(batch)
         return alternate(subjects, **sizes, collect=take_sleeps)
 
+    def _model(self) -> SleepingModel:
+        return SleepingModel(self.num_stages, self.seconds, _WIDTH)
 
-def _all(found: Comparison) -> list[float]:
-    return [turn.seconds for turn in found.turns["trainer"]]
+    def _hand(self, batch: torch.Tensor) -> HandSteps:
+        meta = torch.empty(_ROWS, _WIDTH, device="meta")
+        inner = [meta.clone().requires_grad_() for _ in range(self.num_stages)]
+        depth = self.schedule.default_stages_per_rank
+        args = self.schedule, depth, self.microbatches, [meta, *inner]
+        return HandSteps(self._model(), _loss, [(batch, batch)], *args)
+
+
+def _loss(out: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def _log(turn: Turn) -> list[Sleep]:
+    return list(itertools.chain(*turn.collected))
+
+
+def _over_sleeps(lists: Sequence[Sequence[Action]], turns: Sequence[Turn]) -> Spread:
+    """Each step over the critical path of its own sleeps."""
+    paths = [simulate_measured(lists, seconds_of(lists, _log(turn))).makespan for turn in turns]
+    return spread([turn.seconds / path for turn, path in zip(turns, paths, strict=True)])
 
 
 def take_sleeps() -> list[Sleep]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_pipeline.actions import Action
@@ -19,17 +20,19 @@ class Arrivals:
     """
 
     def __init__(self, lists: Sequence[Sequence[Action]]) -> None:
-        place = {action: at for row in lists for at, action in enumerate(row)}
-        backward = {(a.stage, a.microbatch): at for a, at in place.items() if a.op in ("B", "I")}
-        # For each forward, the gradients that its stage has sent and that have arrived by then.
-        self._known: dict[Action, list[int]] = {
-            Action(a.stage + 1, "F", a.microbatch): [
-                m for (stage, m), before in backward.items() if stage == a.stage and before < at
-            ]
-            for a, at in place.items()
-            if a.op == "F"
-        }
+        self._known: dict[Action, list[int]] = {}
+        for row in lists:
+            new: dict[int, list[int]] = defaultdict(list)
+            for action in row:
+                if action.op in ("B", "I"):
+                    new[action.stage].append(action.microbatch)
+                elif action.op == "F":
+                    after = Action(action.stage + 1, "F", action.microbatch)
+                    self._known[after] = new.pop(action.stage, [])
 
     def before(self, forward: Action) -> list[int]:
-        """Microbatches whose gradients its stage has sent, and that have arrived when it begins."""
+        """Microbatches whose gradients have arrived when it begins, since the forward before.
+
+        They are gradients that its own stage has sent.
+        """
         return self._known.get(forward, [])

@@ -26,6 +26,7 @@ from lightning_pipeline.steps.analyst import PLAIN, signature_of
 from lightning_pipeline.steps.attributes import (
     ABSENT,
     Path,
+    is_same_dict,
     is_sendable,
     lists_of,
     own_attributes,
@@ -213,6 +214,7 @@ class Runner:
         else:
             changes.append((module, "log", microbatch.log))
         set_attributes(module, microbatch.starts)
+        everything = dict(module.__dict__)
         before = own_attributes(module)
         lists = lists_of(module, before, plan.grown)
         try:
@@ -226,7 +228,11 @@ class Runner:
         finally:
             self._running = None
             self.appended = take_off(module, before, plan.grown, lists, plan.step)
-            self.assigned = self._assigned(plan, microbatch, before)
+            known = microbatch.starts or plan.assigned
+            if known or not is_same_dict(everything, module.__dict__):
+                self.assigned = self._assigned(plan, microbatch, before)
+            else:
+                self.assigned = {}
         self._check_complete(plan, progress, is_last)
         progress.undone.check(plan.step, returned)
         return returned
@@ -398,7 +404,7 @@ class Runner:
         plan = microbatch.plan
         program = call.program
         assert program is not None
-        changed = program.changed_settings()
+        changed = program.changed_settings() if microbatch.compares else ()
         if changed:
             where, attribute, before, now = changed[0]
             path = ".".join(part for part in (call.name, where, attribute) if part)

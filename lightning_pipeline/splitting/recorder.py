@@ -10,21 +10,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.splitting.ambient import ambient_settings, changed, outside_state
-from lightning_pipeline.splitting.cost import CostMode, module_hooks
+from lightning_pipeline.splitting.ambient import ambient_settings, changed, outside_state, seeds
+from lightning_pipeline.splitting.cost import CostMode, module_hooks, reason_to_stay_whole
+from lightning_pipeline.splitting.effects import Effects
 from lightning_pipeline.splitting.frames import (
     checkpoint_arguments,
     checkpointed_module,
+    definition_location,
     error_location,
     user_location,
 )
 from lightning_pipeline.splitting.ir import AutogradFunction, Node
 from lightning_pipeline.splitting.objects import open_dataclasses
+from lightning_pipeline.splitting.pictures import EVERY_MODULE, Change, generators_below
 from lightning_pipeline.splitting.program import PLAIN_TYPES
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import (
     CONSTANT_TYPES,
     Before,
+    RecordingError,
     Tape,
     is_written,
     mark,
@@ -66,13 +70,15 @@ class Recorder(TorchFunctionMode):
         self.off = self.on_trial = False
         self.start = ambient_settings()
         self.start_hooks = saved_tensor_hooks()
-        self.outside = outside_state()
+        self.outside, self.seeds = outside_state(), seeds()
+        self.effects = Effects(sandbox)
 
     def record(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run ``forward`` as the outermost module's own code."""
+        self.seeds = seeds()  # the sandbox has set one
         out = self._open("", lambda: forward(*args, **kwargs))
         open_dataclasses(out)
-        self._check_side_effects()
+        self._check_rebound()
         return out
 
     # ---- operations of opened modules
@@ -138,8 +144,10 @@ class Recorder(TorchFunctionMode):
         self, target: Any, args: tuple, kwargs: dict, out: Any, before: Before, **extra: Any
     ) -> Any:
         tape = self.tape
-        self._check_draws(tape.stack[-1])
+        if self.seeds != seeds() or self.outside != outside_state():
+            self._check_effects(tape.stack[-1])
         ambient = ambient_settings()
+        generators = extra.pop("generators", frozenset()) | self._generators((args, kwargs))
         node = Node(
             target=target,
             args=tape.template(tuple(args)),
@@ -149,9 +157,21 @@ class Recorder(TorchFunctionMode):
             location=user_location(),
             ambient=changed(ambient, self.start),
             checkpoint=self._checkpoint(target, ambient),
+            generators=generators,
             **extra,
         )
         return tape.add(node, before, out, self._silent_view)
+
+    def _generators(self, arguments: Any) -> frozenset[int]:
+        """Generators among arguments; one that the forward makes would not be made again."""
+        found = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Generator)]
+        known = {id(holder) for holder in self.sandbox.picture.holders()} if found else ()
+        if any(id(generator) not in known for generator in found):
+            raise self.tape.fail(
+                "it draws from a torch.Generator that is no attribute of a module",
+                "Make it an attribute, or move this code into a submodule",
+            )
+        return frozenset(map(id, found))
 
     def _silent_view(self, tensor: Tensor) -> Tensor:
         off, self.off = self.off, True
@@ -193,17 +213,20 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if self.off:
             return self._inside(name, original, module, args, kwargs)
-        self._check_draws(self.tape.stack[-1])
+        self._check_effects(self.tape.stack[-1])
         open_dataclasses((args, kwargs))
         if name in self.leaves:
             return self._leaf(name, original, module, args, kwargs)
+        reason = reason_to_stay_whole(module)
+        if reason is not None:  # which it may have got since it was opened first
+            raise self.tape.fail(reason, MOVE_CODE, definition_location(module), name)
         return self._open(name, lambda: original(module, *args, **kwargs))
 
     def _open(self, name: str, run: Callable[[], Any]) -> Any:
         self.tape.stack.append(name)
         try:
             out = run()
-            self._check_draws(name)
+            self._check_effects(name)
             return out
         except SplitError:
             raise
@@ -264,7 +287,8 @@ class Recorder(TorchFunctionMode):
         ]
         for item in state:  # a buffer that was bound anew keeps its identity
             item.entries[item.key] = item.tensor
-        outside, self.outside = self.outside, outside_state()
+        outside, self.outside, self.seeds = self.outside, outside_state(), seeds()
+        self.effects.look(None)
         return self._emit(
             name,
             args,
@@ -275,6 +299,7 @@ class Recorder(TorchFunctionMode):
             state_writes=tuple(dict.fromkeys(writes)),
             random=outside != self.outside,
             has_hooks=any(module_hooks(child) for child in module.modules()),
+            generators=frozenset(map(id, generators_below(module))),
         )
 
     def _trial(
@@ -351,12 +376,45 @@ class Recorder(TorchFunctionMode):
                 f"{value}, which a recording would do only once",
                 f"Keep it as a buffer and write `self.{attribute}.add_(1)`, or change it in a hook",
             )
+        if attribute not in EVERY_MODULE and not isinstance(value, nn.Module):
+            place = name, attribute
+            self.effects.assigned(place, old, value, lambda: self._change(attribute))
 
-    def _check_draws(self, name: str) -> None:
-        state = outside_state()
-        if state == self.outside:
+    def on_read(self, original: Callable[..., Any], module: nn.Module, name: str) -> Any:
+        """Note what opened modules, and modules that stay whole, read."""
+        if not self.tape.stack:
+            return original(module, name)
+        return self.effects.read(original, module, name, self.off)
+
+    def on_read_trainer(self, original: Callable[..., Any], trainer: Any, name: str) -> Any:
+        """Note what opened modules read of the Trainer."""
+        if not self.tape.stack or self.off:
+            return original(trainer, name)
+        return self.effects.read_trainer(original, trainer, name)
+
+    def _change(self, attribute: str, module: str | None = None) -> RecordingError:
+        where = self.tape.stack[-1] if module is None else module
+        return self.tape.fail(
+            f"its forward changes {attribute!r}, which a recording would do only once",
+            "Return what it collects, count in a buffer, or change it in a hook",
+            definition_location(self.sandbox.module.get_submodule(where)),
+            where,
+        )
+
+    def _check_effects(self, name: str) -> None:
+        """What the code of module ``name`` has done since the last check, other than operations."""
+        self.effects.look(lambda attribute: self._change(attribute, name))
+        outside, seeded = outside_state(), seeds()
+        if seeded != self.seeds:
+            raise self.tape.fail(
+                "it seeds torch's random generator, which a recording would do only once",
+                "Seed in a hook, draw from a torch.Generator that is an attribute, or move this "
+                "code into a submodule",
+                module=name,
+            )
+        if outside == self.outside:
             return
-        self.outside = state
+        self.outside = outside
         error = self.tape.fail(
             "it draws from Python's or NumPy's random generator, which a recording would freeze",
             "Draw with torch inside a submodule, or move this code into one",
@@ -365,7 +423,7 @@ class Recorder(TorchFunctionMode):
         error.draws = True
         raise error
 
-    def _check_side_effects(self) -> None:
+    def _check_rebound(self) -> None:
         for item, _ in self.sandbox.rebound():
             owner = self.sandbox.names[id(item.owner)]
             if not self.is_whole(owner):
@@ -374,13 +432,10 @@ class Recorder(TorchFunctionMode):
                     "Write in place: `copy_`",
                     module=owner,
                 )
-        for owner, attribute in self.sandbox.changed_lists():
-            if not self.is_whole(owner):
-                raise self.tape.fail(
-                    f"its forward changes {attribute!r}, which a recording would do only once",
-                    "Return what it collects",
-                    module=owner,
-                )
+
+    def finish(self) -> tuple[list[RecordingError], list[Change]]:
+        """What the recording would do once only; see :meth:`Effects.finish`."""
+        return self.effects.finish(self.is_whole, lambda m, attribute: self._change(attribute, m))
 
     def is_whole(self, name: str) -> bool:
         """Whether a module is, or is inside, a submodule that was called as a leaf."""

@@ -20,12 +20,10 @@ from torch.nn.parameter import is_lazy
 from lightning_pipeline.batch import leaves
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting import is_elsewhere
+from lightning_pipeline.splitting.watch import ABSENT
 
 Path = tuple[Any, ...]
 """Name of an attribute, and the keys and indices below it."""
-
-ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-"""Stands for an attribute that is not there."""
 
 _SENDABLE = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, Tensor, np.ndarray, np.generic),

@@ -43,9 +43,11 @@ _OPAQUE = (
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
     *(torch.Generator, np.random.Generator, np.random.RandomState, random.Random),
 )
-_OPAQUE_HOMES = ("lightning", "pytorch_lightning", "lightning_pipeline", "logging", "threading")
-_OPAQUE_HOMES += ("_thread", "multiprocessing", "concurrent", "asyncio", "io", "_io", "socket")
-_OPAQUE_HOMES += ("torch.optim", "torch.utils.data", "torch.distributed", "torchmetrics")
+_OPAQUE_HOMES = (
+    *("lightning", "pytorch_lightning", "torchmetrics"),
+    *("torch.optim", "torch.utils.data", "torch.distributed"),
+    *("logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "io", "_io"),
+)
 
 
 EMPTY = "empty"
@@ -188,16 +190,17 @@ def is_opaque(value: Any) -> bool:
     return isinstance(value, _OPAQUE) or _is_foreign(type(value))
 
 
-@functools.lru_cache(4096)
 def _is_foreign(kind: type) -> bool:
     """Whether objects of a class, the Trainer say, are nobody's settings."""
-    if issubclass(kind, (Mapping, list, tuple, set, nn.Module)):
-        return False
-    return any(
-        base.__module__ == home or base.__module__.startswith(home + ".")
-        for base in kind.__mro__
-        for home in _OPAQUE_HOMES
-    )
+    if kind not in _foreign:
+        homes = [base.__module__ for base in kind.__mro__]
+        _foreign[kind] = not issubclass(kind, (Mapping, list, tuple, set, nn.Module)) and any(
+            home == name or home.startswith(f"{name}.") for home in homes for name in _OPAQUE_HOMES
+        )
+    return _foreign[kind]
+
+
+_foreign: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Effects:
         if inside:
             self._touched.add(place)
             return original(module, name)
-        if not is_property(class_value(type(module), name)):
+        if name == ALL or not is_property(class_value(type(module), name)):
             self._note(place)
             return original(module, name)
         return self._property(lambda: original(module, name), place)

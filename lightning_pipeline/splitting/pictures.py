@@ -21,7 +21,7 @@ from lightning_pipeline.splitting.settings import (
     frozen,
     is_opaque,
 )
-from lightning_pipeline.splitting.watch import ABSENT, HOOKS
+from lightning_pipeline.splitting.watch import ABSENT, HOOKS, replaced
 
 _DEPTH = 8
 _LARGE = 1 << 14  # entries above which a container is left alone
@@ -160,7 +160,11 @@ class _Part:
 def _content(holder: Any) -> tuple[Any, dict[str, Any]]:
     """Entries and attributes of an object."""
     if isinstance(holder, nn.Module):
-        return None, {k: v for k, v in holder.__dict__.items() if k not in EVERY_MODULE}
+        return None, {
+            key: value
+            for key, value in holder.__dict__.items()
+            if key not in EVERY_MODULE and (id(holder), key) not in replaced
+        }
     if isinstance(holder, type):
         return None, {k: v for k, v in vars(holder).items() if _is_state(k, v)}
     if isinstance(holder, torch.Generator):

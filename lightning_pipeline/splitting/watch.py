@@ -63,7 +63,8 @@ def value_of(module: nn.Module, name: str) -> Any:
     """An attribute as a setting: what the user's code has set, past what the library has."""
     attributes, kind = module.__dict__, type(module)
     if name == ALL:
-        return {key: own_value(module, key) for key in attributes if is_setting(key)}
+        found = {key: own_value(module, key) for key in attributes if is_setting(key)}
+        return {key: value for key, value in found.items() if value is not ABSENT}
     if name.startswith(TRAINER):
         trainer = attributes.get("_trainer")
         return ABSENT if trainer is None else getattr(trainer, name[len(TRAINER) :], ABSENT)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pipeline.splitting.frames import PACKAGE_DIRECTORY
 from lightning_pipeline.splitting.pictures import Change
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.settings import frozen
@@ -58,9 +59,10 @@ class Effects:
             name: The attribute.
             inside: Whether a module that stays whole reads it, at run time again.
         """
-        if not is_setting(name):
+        reader = sys._getframe(3).f_code.co_filename
+        if not is_setting(name) or reader.startswith(PACKAGE_DIRECTORY):
             return original(module, name)
-        if name == ALL and sys._getframe(3).f_code.co_filename == _MODULE_FILE:
+        if name == ALL and reader == _MODULE_FILE:
             return original(module, name)  # on the way to a weight or submodule
         place = self._name_of(module), name
         if inside:

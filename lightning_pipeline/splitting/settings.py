@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import decimal
 import enum
@@ -15,8 +14,8 @@ import types
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -120,61 +119,124 @@ class Freezer:
         return made
 
     def _made(self, kind: type, value: Any, depth: int) -> Hashable:
-        if isinstance(value, Tensor):
-            counted = not (isinstance(value, nn.Parameter) or value.is_inference())
-            return Same(value, value._version if counted else -1)
-        if isinstance(value, nn.Module):
-            return Same(value)
-        if isinstance(value, enum.Enum):
-            return kind, value.name or repr(value.value)
-        if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
-            data = value.tobytes()
-            short = data if len(data) <= _LARGE else zlib.crc32(data)
-            return kind, str(value.dtype), value.shape, short
-        if isinstance(value, types.FunctionType):
-            return self._function(value, depth)
-        if isinstance(value, types.MethodType):
-            return kind, self(value.__self__, depth), self(value.__func__, depth)
-        if isinstance(value, functools.partial):
-            parts = (value.func, value.args, value.keywords)
-            return kind, *(self(part, depth) for part in parts)
-        if is_opaque(value):
-            return Same(value)
-        if isinstance(value, slice):
-            return kind, *(self(part, depth) for part in (value.start, value.stop, value.step))
-        if isinstance(value, float):
-            return kind, float(value).hex()
-        if isinstance(value, (str, int, *_BY_VALUE)):
-            return (kind, value) if kind in _BY_VALUE else (kind, repr(value))
-        return self._compound(kind, value, depth)
+        if kind is dict:
+            return kind, tuple((self(k, depth), self(v, depth)) for k, v in value.items())
+        if kind is list or kind is tuple:
+            return kind, tuple(self(part, depth) for part in value)
+        if kind not in _ways:
+            _ways[kind] = _way_of(kind)
+        return _ways[kind](self, value, depth)
 
-    def _compound(self, kind: type, value: Any, depth: int) -> Hashable:
-        parts: tuple[Hashable, ...] | None = None
-        if isinstance(value, (set, frozenset)):
-            parts = tuple(sorted((self(part, depth) for part in value), key=repr))
-        elif isinstance(value, Mapping):
-            pairs = _attempt(lambda: list(value.items()))
-            if pairs is not None:
-                parts = tuple((self(k, depth), self(v, depth)) for k, v in pairs)
-        elif isinstance(value, (list, tuple, deque)):
-            parts = tuple(self(part, depth) for part in value)
-        elif isinstance(value, np.ndarray):
-            parts = self(value.tolist(), depth), value.shape
-        attributes = attributes_of(value)
-        if parts is None and not attributes and not dataclasses.is_dataclass(value):
-            return Same(value)
-        inside = tuple((name, self(part, depth)) for name, part in attributes.items())
-        return kind, parts, inside
+    def same(self, value: Any, depth: int) -> Hashable:
+        """By identity."""
+        return Same(value)
 
-    def _function(self, function: types.FunctionType, depth: int) -> Hashable:
-        given = function.__defaults__, function.__kwdefaults__, function.__dict__
-        cells = (cell_content(cell) for cell in function.__closure__ or ())
-        return (
-            Same(function),
-            Same(function.__code__),
-            *(self(part, depth) if part else None for part in given),
-            *(self(content, depth) for content in cells),
-        )
+    def tensor(self, value: Tensor, depth: int) -> Hashable:
+        """By identity and version."""
+        counted = not (isinstance(value, nn.Parameter) or value.is_inference())
+        return Same(value, value._version if counted else -1)
+
+    def by_value(self, value: Any, depth: int) -> Hashable:
+        """By equality."""
+        return type(value), value
+
+    def by_text(self, value: Any, depth: int) -> Hashable:
+        """Of a class that someone has derived from a plain one."""
+        inside = float.hex(value) if isinstance(value, float) else repr(value)
+        return type(value), inside, self(attributes_of(value), depth)
+
+    def member(self, value: enum.Enum, depth: int) -> Hashable:
+        """One of an enumeration."""
+        return type(value), value.name or repr(value.value)
+
+    def array(self, value: np.ndarray, depth: int) -> Hashable:
+        """By what is in an array, or a number, of NumPy."""
+        if value.dtype.hasobject:
+            return type(value), value.shape, self(value.tolist(), depth)
+        data = value.tobytes()
+        short = data if len(data) <= _LARGE else zlib.crc32(data)
+        return type(value), str(value.dtype), value.shape, short
+
+    def slice(self, value: slice, depth: int) -> Hashable:
+        """By its bounds."""
+        return slice, *(self(part, depth) for part in (value.start, value.stop, value.step))
+
+    def function(self, value: types.FunctionType, depth: int) -> Hashable:
+        """By identity, defaults and closure."""
+        own = Same(value), Same(value.__code__)
+        given = value.__defaults__, value.__kwdefaults__, value.__dict__
+        if not (value.__closure__ or any(given)):
+            return own
+        cells = (cell_content(cell) for cell in value.__closure__ or ())
+        parts = (self(part, depth) if part else None for part in given)
+        return *own, *parts, *(self(content, depth) for content in cells)
+
+    def method(self, value: types.MethodType, depth: int) -> Hashable:
+        """By its function and what that is bound to."""
+        return types.MethodType, self(value.__self__, depth), self(value.__func__, depth)
+
+    def partial(self, value: functools.partial[Any], depth: int) -> Hashable:
+        """By its function and arguments."""
+        parts = (value.func, value.args, value.keywords)
+        return functools.partial, *(self(part, depth) for part in parts)
+
+    def set(self, value: Any, depth: int) -> Hashable:
+        """By its members, in an order that is the same on all ranks."""
+        parts = sorted((self(part, depth) for part in value), key=repr)
+        return type(value), tuple(parts), self._attributes(value, depth)
+
+    def mapping(self, value: Mapping[Any, Any], depth: int) -> Hashable:
+        """By its entries, in order."""
+        try:
+            pairs = list(value.items())
+        except Exception:  # the user's class
+            return self.object(value, depth)
+        parts = tuple((self(k, depth), self(v, depth)) for k, v in pairs)
+        return type(value), parts, self._attributes(value, depth)
+
+    def sequence(self, value: Any, depth: int) -> Hashable:
+        """By its entries."""
+        parts = tuple(self(part, depth) for part in value)
+        return type(value), parts, self._attributes(value, depth)
+
+    def object(self, value: Any, depth: int) -> Hashable:
+        """By its attributes, if it can have any."""
+        inside = self._attributes(value, depth)
+        return (type(value), inside) if inside or hasattr(value, "__dict__") else Same(value)
+
+    def _attributes(self, value: Any, depth: int) -> Hashable:
+        return tuple((name, self(part, depth)) for name, part in attributes_of(value).items())
+
+
+_Way: TypeAlias = Callable[[Freezer, Any, int], Hashable]
+_ways: weakref.WeakKeyDictionary[type, _Way] = weakref.WeakKeyDictionary()
+
+
+def _way_of(kind: type) -> _Way:
+    """How values of a class are frozen."""
+    table: list[tuple[Any, _Way]] = [
+        (Tensor, Freezer.tensor),
+        (nn.Module, Freezer.same),
+        (enum.Enum, Freezer.member),
+        ((np.generic, np.ndarray), Freezer.array),
+        (types.FunctionType, Freezer.function),
+        (types.MethodType, Freezer.method),
+        (functools.partial, Freezer.partial),
+        (slice, Freezer.slice),
+        ((set, frozenset), Freezer.set),
+        (Mapping, Freezer.mapping),
+        ((list, tuple, deque), Freezer.sequence),
+    ]
+    if kind in _BY_VALUE:
+        return Freezer.by_value
+    if issubclass(kind, _OPAQUE) or _is_foreign(kind):
+        return Freezer.same
+    for kinds, way in table:
+        if issubclass(kind, kinds):
+            return way
+    if issubclass(kind, (datetime.date, datetime.timedelta, pathlib.PurePath)):
+        return Freezer.by_value
+    return Freezer.by_text if issubclass(kind, (str, int, float, bytes)) else Freezer.object
 
 
 def cell_content(cell: Any) -> Any:
@@ -206,22 +268,13 @@ _foreign: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 def attributes_of(value: Any) -> dict[str, Any]:
     """Attributes of an object itself, those in slots included."""
     found = dict(getattr(value, "__dict__", None) or {})
-    for base in type(value).__mro__:
-        slots: Iterable[str] = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
+    kind = type(value)
+    if kind not in _slots:
+        lists = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+        names = [n for slots in lists for n in ((slots,) if isinstance(slots, str) else slots)]
+        _slots[kind] = tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    found.update((name, getattr(value, name)) for name in _slots[kind] if hasattr(value, name))
     return found
 
 
-def _attempt(run: Callable[[], Any]) -> Any:
-    """What ``run`` gives; ``None`` if the user's class raises."""
-    try:
-        return run()
-    except Exception:
-        return None
-
-
-def fingerprint(value: Hashable) -> int:
-    """CRC-32 of something frozen, the same on all ranks that have equal values."""
-    return zlib.crc32(repr(value).encode(errors="replace"))
+_slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipeline.splitting.frames import PACKAGE_DIRECTORY
-from lightning_pipeline.splitting.pictures import Change
+from lightning_pipeline.splitting.pictures import GENERATORS, Change
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.settings import frozen
 from lightning_pipeline.splitting.tape import RecordingError, holds_tensor
@@ -175,5 +175,9 @@ def installs_hooks(changes: list[Change]) -> bool:
 
 
 def can_be_kept(changes: list[Change]) -> bool:
-    """Whether what a forward has changed is without tensors, which would be stand-ins."""
-    return not any(change.after is not ABSENT and holds_tensor(change.after) for change in changes)
+    """Whether what a forward has changed can last: neither stand-ins nor what it has drawn."""
+    return not any(
+        isinstance(change.holder, GENERATORS)
+        or (change.after is not ABSENT and holds_tensor(change.after))
+        for change in changes
+    )

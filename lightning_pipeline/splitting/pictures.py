@@ -21,11 +21,12 @@ from lightning_pipeline.splitting.settings import (
     frozen,
     is_opaque,
 )
+from lightning_pipeline.splitting.torch_private import generator_state, set_generator_state
 from lightning_pipeline.splitting.watch import ABSENT, HOOKS, replaced
 
 _DEPTH = 8
 _LARGE = 1 << 14  # entries above which a container is left alone
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = (dict, list, set, deque)
 EVERY_MODULE = frozenset(nn.Module().__dict__)
 _OWN = ("builtins", "torch", "lightning", "torchmetrics")  # whose classes count nothing
@@ -168,7 +169,7 @@ def _content(holder: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(holder, type):
         return None, {k: v for k, v in vars(holder).items() if _is_state(k, v)}
     if isinstance(holder, torch.Generator):
-        return holder.get_state().numpy().tobytes(), {}
+        return generator_state(holder), {}
     if isinstance(holder, np.random.Generator):
         return holder.bit_generator.state, {}
     if isinstance(holder, np.random.RandomState):
@@ -192,7 +193,7 @@ def _put(holder: Any, key: Any, value: Any) -> None:
     if key is not ABSENT:
         _put_attribute(holder, key, value)
     elif isinstance(holder, torch.Generator):
-        holder.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        set_generator_state(holder, value)
     elif isinstance(holder, np.random.Generator):
         holder.bit_generator.state = value
     elif isinstance(holder, np.random.RandomState):
@@ -247,7 +248,7 @@ def _is_equal(entries: Any, others: Any) -> bool:
 
 def _is_leaf(value: Any) -> bool:
     """Whether nothing in a value can change, or it is left alone."""
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         return False
     if isinstance(value, (Tensor, type(None), bool, int, float, str, bytes, torch.Size)):
         return True
@@ -271,11 +272,11 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif not isinstance(value, (*_GENERATORS, np.ndarray)):
+    elif not isinstance(value, (*GENERATORS, np.ndarray)):
         yield from attributes_of(value).values()
 
 
 def generators_below(module: nn.Module) -> list[Any]:
     """Generators of random numbers that the attributes of a module and its submodules lead to."""
     parts = Picture((name, child) for name, child in module.named_modules())
-    return [holder for holder in parts.holders() if isinstance(holder, _GENERATORS)]
+    return [holder for holder in parts.holders() if isinstance(holder, GENERATORS)]

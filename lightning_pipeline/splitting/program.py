@@ -67,6 +67,7 @@ class Program:
         bytes_at: float [N + 1], bytes of these values.
         cost: float [N], seconds of forward and, where gradients flow, backward.
         piece_names: Dotted name of each piece's module.
+        generators: For each piece, identities of the generators of random numbers that it may use.
         constants: Tensors that are attributes and operands, burnt in.
         changes: What the forward changes at its first call alone, to be made on every rank.
         draws_outside_torch: Whether a module was kept whole because its forward draws from
@@ -105,6 +106,7 @@ class Program:
         self.num_pieces = len(self.pieces)
         placed = [nodes[index] for index in self.pieces]
         self.piece_names = [node.name for node in placed]
+        self.generators = [node.generators for node in placed]
         sizes = {
             name: p.numel() * p.element_size()
             for name, p in module.named_parameters()

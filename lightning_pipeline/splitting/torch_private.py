@@ -47,12 +47,14 @@ __all__ = [
     "disable_current_modes",
     "flop_registry",
     "flush_flat_weights",
+    "generator_state",
     "noop_context_fn",
     "pytree",
     "rebuild_meta_tensor",
     "saved_tensor_hooks",
     "saves_otherwise",
     "sdpa_flop_count",
+    "set_generator_state",
     "single_level_function",
     "storage_of",
     "swap_tensors",
@@ -131,6 +133,18 @@ def causal_masks_unread(double: bool) -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
+
+
+def generator_state(generator: torch.Generator) -> bytes:
+    """The state of a generator, whatever is being recorded at the moment."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return generator.get_state().numpy().tobytes()
+
+
+def set_generator_state(generator: torch.Generator, state: bytes) -> None:
+    """Puts a state back that :func:`generator_state` gave."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def flush_flat_weights(module: nn.Module) -> None:

@@ -22,13 +22,12 @@ from lightning_pipeline.splitting.settings import (
     is_opaque,
 )
 from lightning_pipeline.splitting.torch_private import generator_state, set_generator_state
-from lightning_pipeline.splitting.watch import ABSENT, HOOKS, replaced
+from lightning_pipeline.splitting.watch import ABSENT, EVERY_MODULE, HOOKS, replaced
 
 _DEPTH = 8
 _LARGE = 1 << 14  # entries above which a container is left alone
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = (dict, list, set, deque)
-EVERY_MODULE = frozenset(nn.Module().__dict__)
 _OWN = ("builtins", "torch", "lightning", "torchmetrics")  # whose classes count nothing
 
 

@@ -22,7 +22,7 @@ from lightning_pipeline.splitting.frames import (
 )
 from lightning_pipeline.splitting.ir import AutogradFunction, Node
 from lightning_pipeline.splitting.objects import open_dataclasses
-from lightning_pipeline.splitting.pictures import EVERY_MODULE, Change, generators_below
+from lightning_pipeline.splitting.pictures import Change, generators_below
 from lightning_pipeline.splitting.program import PLAIN_TYPES
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import (
@@ -41,6 +41,7 @@ from lightning_pipeline.splitting.torch_private import (
     saved_tensor_hooks,
 )
 from lightning_pipeline.splitting.trial import SHAPE_CURE, TrialError, trial_run
+from lightning_pipeline.splitting.watch import EVERY_MODULE
 
 REFUSED_METHODS = {
     "register_hook",

@@ -35,6 +35,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 __all__ = [
     "CHECKPOINT_CODE",
+    "FLAT_WEIGHTS",
     "TORCH_DIRECTORY",
     "VALUE_DEPENDENT",
     "CheckpointFunction",
@@ -69,6 +70,9 @@ VALUE_DEPENDENT = (
 """What fake tensors raise when code asks for the values that they do not have."""
 
 TORCH_DIRECTORY: str = torch.__path__[0]
+FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""What an RNN makes of its weights again whenever they have changed."""
+
 CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint).__code__
 FunctionBase = _FunctionBase
 """Base of the autograd nodes of functions that are written in Python."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.splitting.settings import Freezer
+from lightning_pipeline.splitting.torch_private import FLAT_WEIGHTS
 
 Place = tuple[str, str]
 """Dotted name of a module, and the name of an attribute of it."""
@@ -21,7 +22,9 @@ ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STRUCTURE = ("_modules", *HOOKS)
 _STATE = ("_parameters", "_buffers")
-_EVERY_MODULE = frozenset(nn.Module().__dict__) - set(STRUCTURE)
+EVERY_MODULE = frozenset((*nn.Module().__dict__, *FLAT_WEIGHTS))
+"""Attributes that are not the user's."""
+
 TRAINER = "trainer."
 """Begins the names of the Trainer's attributes, which count as the LightningModule's."""
 
@@ -36,7 +39,8 @@ replaced: dict[tuple[int, str], Any] = {}
 
 def is_setting(name: str) -> bool:
     """Whether an attribute may be one; weights and modes are known otherwise."""
-    return name not in _EVERY_MODULE and (name == ALL or not name.startswith("__"))
+    own = name in STRUCTURE or name not in EVERY_MODULE
+    return own and (name == ALL or not name.startswith("__"))
 
 
 def class_value(kind: type, name: str) -> Any:
@@ -246,12 +250,19 @@ def module_at(root: nn.Module, where: str) -> nn.Module | None:
     return module
 
 
+class _Described(str):
+    """Stands for a value that has no short text."""
+
+    __repr__ = str.__str__
+
+
 def plain_value(value: Hashable) -> Any:
     """What a frozen value looked like, for messages."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
-        kind, content = value
-        if kind is float and isinstance(content, str):
-            return float.fromhex(content)
-        if kind in _ATOMS:
-            return content
-    return value
+    if not isinstance(value, tuple) or not isinstance(value[0], type):
+        return _Described(f"the {value!r} of that moment")
+    kind, content = value[0], value[1]
+    if kind is float:
+        return float.fromhex(content)
+    if kind in _ATOMS:
+        return content
+    return _Described(f"a {kind.__name__} with other content")

@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from lightning_pipeline.splitting.frames import PACKAGE_DIRECTORY
+from lightning_pipeline.splitting.ambient import outside_state, seeds
+from lightning_pipeline.splitting.frames import PACKAGE_DIRECTORY, definition_location
 from lightning_pipeline.splitting.pictures import GENERATORS, Change
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.settings import frozen
-from lightning_pipeline.splitting.tape import RecordingError, holds_tensor
+from lightning_pipeline.splitting.tape import RecordingError, Tape, holds_tensor
+from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.splitting.watch import (
     ABSENT,
     ALL,
@@ -33,20 +36,25 @@ class Effects:
 
     Args:
         sandbox: The open sandbox around the recorded module.
+        tape: Knows which module runs.
 
     Attributes:
         reads: Attributes whose values the recording depends on.
         others: Modules outside of the recorded one that were read, by the names given to them.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox, self._picture = sandbox, sandbox.picture
+    def __init__(self, sandbox: Sandbox, tape: Tape) -> None:
+        self._sandbox, self._tape, self._picture = sandbox, tape, sandbox.picture
         self.reads: dict[Place, None] = {}
         self.others: dict[str, nn.Module] = {}
         self._touched: set[Place] = set()
         self._written: set[Place] = set()
         self._changes: list[Change] = []
         self._errors: list[tuple[Place, RecordingError]] = []
+
+    def begin(self) -> None:
+        """Notes how things are when the outermost forward begins."""
+        self._outside, self._seeds = outside_state(), seeds()
 
     # ---- reads
 
@@ -107,43 +115,98 @@ class Effects:
 
     # ---- changes
 
-    def assigned(self, place: Place, old: Any, value: Any, fail: Callable[[], Any]) -> None:
+    def assigned(self, place: Place, old: Any, value: Any) -> None:
         """Notes that an opened forward sets an attribute of a module.
 
         Args:
             place: The attribute.
             old: What it was.
             value: What it is going to be.
-            fail: Makes the error for the case that it matters.
         """
         tensors = holds_tensor(value) or holds_tensor(old)
         if not tensors and frozen(old) != frozen(value):
-            self._errors.append((place, fail()))
+            self._errors.append((place, self._error(self._tape.stack[-1], place[1])))
         self._written.add(place)
 
-    def look(self, fail: Callable[[str], RecordingError] | None) -> None:
-        """Notes what has changed since the last look.
+    def check(self, name: str) -> None:
+        """Notes what the code of module ``name`` has changed since the last check.
 
-        Args:
-            fail: Makes the error for an attribute, if opened forwards have run since.
+        Raises:
+            RecordingError: It has drawn or seeded random numbers.
         """
-        changes = self._picture.changes(below=True)
-        if not changes:
-            return
-        if fail is not None:
-            self._changes += changes
+        changes = self._look()
+        if changes:
             found = changes[0]
-            self._errors.append(((found.module, found.attribute), fail(found.attribute)))
-        self._picture = self._picture.again()
+            self._changes += changes
+            error = self._error(name, found.attribute)
+            self._errors.append(((found.module, found.attribute), error))
+        self.check_draws(name)
 
-    def finish(
-        self, is_whole: Callable[[str], bool], fail: Callable[[str, str], RecordingError]
-    ) -> tuple[list[RecordingError], list[Change]]:
+    def check_draws(self, name: str) -> None:
+        """The second half of :meth:`check`, for each operation."""
+        if seeds() != self._seeds:
+            raise self._tape.fail(
+                "it seeds torch's random generator, which a recording would do only once",
+                "Seed in a hook, draw from a torch.Generator that is an attribute, or move this "
+                "code into a submodule",
+                module=name,
+            )
+        outside, before = outside_state(), self._outside
+        if outside == before:
+            return
+        self._outside = outside
+        error = self._tape.fail(
+            "it draws from Python's or NumPy's random generator, which a recording would freeze",
+            "Draw with torch inside a submodule, or move this code into one",
+            module=name,
+        )
+        error.draws = True
+        raise error
+
+    def generators(self, arguments: Any) -> frozenset[int]:
+        """Identities of the generators of random numbers among the arguments of an operation.
+
+        Raises:
+            RecordingError: The forward has made one, which would not be made again.
+        """
+        found = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Generator)]
+        known = {id(holder) for holder in self._sandbox.picture.holders()} if found else ()
+        if any(id(generator) not in known for generator in found):
+            raise self._tape.fail(
+                "it draws from a torch.Generator that is no attribute of a module",
+                "Make it an attribute, or move this code into a submodule",
+            )
+        return frozenset(map(id, found))
+
+    def pass_over(self) -> bool:
+        """Lets a module that stays whole have changed what it likes; it will do so at run time.
+
+        Returns:
+            Whether it has drawn from Python's or NumPy's generator.
+        """
+        self._look()
+        before, self._outside, self._seeds = self._outside, outside_state(), seeds()
+        return self._outside != before
+
+    def _look(self) -> list[Change]:
+        changes = self._picture.changes(below=True)
+        if changes:
+            self._picture = self._picture.again()
+        return changes
+
+    def _error(self, module: str, attribute: str) -> RecordingError:
+        return self._tape.fail(
+            f"its forward changes {attribute!r}, which a recording would do only once",
+            "Return what it collects, count in a buffer, or change it in a hook",
+            definition_location(self._sandbox.module.get_submodule(module)),
+            module,
+        )
+
+    def finish(self, is_whole: Callable[[str], bool]) -> tuple[list[RecordingError], list[Change]]:
         """What the recording would do once only, and each call anew.
 
         Args:
             is_whole: Whether a module, of a name, runs as it is.
-            fail: Makes the error for an attribute of a module.
 
         Returns:
             The errors that this makes, and the changes.
@@ -159,7 +222,7 @@ class Effects:
                 continue
             changes.append(change)
             if place not in self._written:  # past ``__setattr__``
-                errors.append(fail(*place))
+                errors.append(self._error(*place))
         return errors, changes
 
     def _is_harmless(self, place: Place) -> bool:

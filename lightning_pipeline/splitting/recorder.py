@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.splitting.ambient import ambient_settings, changed, outside_state, seeds
+from lightning_pipeline.splitting.ambient import ambient_settings, changed
 from lightning_pipeline.splitting.cost import CostMode, module_hooks, reason_to_stay_whole
 from lightning_pipeline.splitting.effects import Effects
 from lightning_pipeline.splitting.frames import (
@@ -26,7 +26,6 @@ from lightning_pipeline.splitting.pictures import Change, generators_below
 from lightning_pipeline.splitting.program import PLAIN_TYPES
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import (
-    CONSTANT_TYPES,
     Before,
     RecordingError,
     Tape,
@@ -71,12 +70,11 @@ class Recorder(TorchFunctionMode):
         self.off = self.on_trial = False
         self.start = ambient_settings()
         self.start_hooks = saved_tensor_hooks()
-        self.outside, self.seeds = outside_state(), seeds()
-        self.effects = Effects(sandbox)
+        self.effects = Effects(sandbox, self.tape)
 
     def record(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run ``forward`` as the outermost module's own code."""
-        self.seeds = seeds()  # the sandbox has set one
+        self.effects.begin()
         out = self._open("", lambda: forward(*args, **kwargs))
         open_dataclasses(out)
         self._check_rebound()
@@ -145,10 +143,9 @@ class Recorder(TorchFunctionMode):
         self, target: Any, args: tuple, kwargs: dict, out: Any, before: Before, **extra: Any
     ) -> Any:
         tape = self.tape
-        if self.seeds != seeds() or self.outside != outside_state():
-            self._check_effects(tape.stack[-1])
+        self.effects.check_draws(tape.stack[-1])
         ambient = ambient_settings()
-        generators = extra.pop("generators", frozenset()) | self._generators((args, kwargs))
+        generators = extra.pop("generators", frozenset()) | self.effects.generators((args, kwargs))
         node = Node(
             target=target,
             args=tape.template(tuple(args)),
@@ -162,17 +159,6 @@ class Recorder(TorchFunctionMode):
             **extra,
         )
         return tape.add(node, before, out, self._silent_view)
-
-    def _generators(self, arguments: Any) -> frozenset[int]:
-        """Generators among arguments; one that the forward makes would not be made again."""
-        found = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Generator)]
-        known = {id(holder) for holder in self.sandbox.picture.holders()} if found else ()
-        if any(id(generator) not in known for generator in found):
-            raise self.tape.fail(
-                "it draws from a torch.Generator that is no attribute of a module",
-                "Make it an attribute, or move this code into a submodule",
-            )
-        return frozenset(map(id, found))
 
     def _silent_view(self, tensor: Tensor) -> Tensor:
         off, self.off = self.off, True
@@ -214,7 +200,7 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if self.off:
             return self._inside(name, original, module, args, kwargs)
-        self._check_effects(self.tape.stack[-1])
+        self.effects.check(self.tape.stack[-1])
         open_dataclasses((args, kwargs))
         if name in self.leaves:
             return self._leaf(name, original, module, args, kwargs)
@@ -227,7 +213,7 @@ class Recorder(TorchFunctionMode):
         self.tape.stack.append(name)
         try:
             out = run()
-            self._check_effects(name)
+            self.effects.check(name)
             return out
         except SplitError:
             raise
@@ -278,7 +264,7 @@ class Recorder(TorchFunctionMode):
             out = self._trial(name, original, module, args, kwargs, error)
         self._check_given(name, (args, kwargs), given)
         open_dataclasses(out)
-        self._check_output(name, out)
+        tape.check_output(name, out)
         reads = {id(item): sandbox.entry_names[id(item.owner), item.key] for item in state}
         writes = [
             reads[id(item)]
@@ -288,8 +274,7 @@ class Recorder(TorchFunctionMode):
         ]
         for item in state:  # a buffer that was bound anew keeps its identity
             item.entries[item.key] = item.tensor
-        outside, self.outside, self.seeds = self.outside, outside_state(), seeds()
-        self.effects.look(None)
+        drew = self.effects.pass_over()
         return self._emit(
             name,
             args,
@@ -298,7 +283,7 @@ class Recorder(TorchFunctionMode):
             before,
             state=tuple(dict.fromkeys(reads.values())),
             state_writes=tuple(dict.fromkeys(writes)),
-            random=outside != self.outside,
+            random=drew,
             has_hooks=any(module_hooks(child) for child in module.modules()),
             generators=frozenset(map(id, generators_below(module))),
         )
@@ -343,14 +328,6 @@ class Recorder(TorchFunctionMode):
                 "Let it return what it adds",
             )
 
-    def _check_output(self, name: str, out: Any) -> None:
-        for leaf in pytree.tree_leaves(out):
-            if not isinstance(leaf, (Tensor, *CONSTANT_TYPES)):
-                raise self.tape.fail(
-                    f"submodule {name!r} returns an object of type {type(leaf).__name__}",
-                    "Return tensors (for a cache of Hugging Face: use_cache=False)",
-                )
-
     # ---- what would be lost or frozen
 
     def on_assign(self, module: nn.Module, attribute: str, value: object) -> None:
@@ -378,8 +355,7 @@ class Recorder(TorchFunctionMode):
                 f"Keep it as a buffer and write `self.{attribute}.add_(1)`, or change it in a hook",
             )
         if attribute not in EVERY_MODULE and not isinstance(value, nn.Module):
-            place = name, attribute
-            self.effects.assigned(place, old, value, lambda: self._change(attribute))
+            self.effects.assigned((name, attribute), old, value)
 
     def on_read(self, original: Callable[..., Any], module: nn.Module, name: str) -> Any:
         """Note what opened modules, and modules that stay whole, read."""
@@ -393,37 +369,6 @@ class Recorder(TorchFunctionMode):
             return original(trainer, name)
         return self.effects.read_trainer(original, trainer, name)
 
-    def _change(self, attribute: str, module: str | None = None) -> RecordingError:
-        where = self.tape.stack[-1] if module is None else module
-        return self.tape.fail(
-            f"its forward changes {attribute!r}, which a recording would do only once",
-            "Return what it collects, count in a buffer, or change it in a hook",
-            definition_location(self.sandbox.module.get_submodule(where)),
-            where,
-        )
-
-    def _check_effects(self, name: str) -> None:
-        """What the code of module ``name`` has done since the last check, other than operations."""
-        self.effects.look(lambda attribute: self._change(attribute, name))
-        outside, seeded = outside_state(), seeds()
-        if seeded != self.seeds:
-            raise self.tape.fail(
-                "it seeds torch's random generator, which a recording would do only once",
-                "Seed in a hook, draw from a torch.Generator that is an attribute, or move this "
-                "code into a submodule",
-                module=name,
-            )
-        if outside == self.outside:
-            return
-        self.outside = outside
-        error = self.tape.fail(
-            "it draws from Python's or NumPy's random generator, which a recording would freeze",
-            "Draw with torch inside a submodule, or move this code into one",
-            module=name,
-        )
-        error.draws = True
-        raise error
-
     def _check_rebound(self) -> None:
         for item, _ in self.sandbox.rebound():
             owner = self.sandbox.names[id(item.owner)]
@@ -436,7 +381,7 @@ class Recorder(TorchFunctionMode):
 
     def finish(self) -> tuple[list[RecordingError], list[Change]]:
         """What the recording would do once only; see :meth:`Effects.finish`."""
-        return self.effects.finish(self.is_whole, lambda m, attribute: self._change(attribute, m))
+        return self.effects.finish(self.is_whole)
 
     def is_whole(self, name: str) -> bool:
         """Whether a module is, or is inside, a submodule that was called as a leaf."""

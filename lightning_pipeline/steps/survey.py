@@ -335,10 +335,9 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         raise no_calls(module, asked.step, error) from error
     for call, answers in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in answers)
-        # What the step has set before the call; a rank that runs none of it would not see it.
+        # What the step sets before a call: ranks that run none of it would not see it.
         call.ambient |= call.program is not None and bool(call.program.changed_settings())
     numbers = numbers_in(made)
-    is_unsure = taint.reads_values
     return Survey(
         calls=run.calls,
         used=first_uses(module, taint),
@@ -353,7 +352,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         unsure=frozenset(
             place
             for place, number in numbers.items()
-            if not int(number) and (is_unsure or isinstance(number, Tensor))
+            if not int(number) and (taint.reads_values or isinstance(number, Tensor))
         ),
         losses=[] if has_weight(returned) else taint.losses,
         targets=cut_at,

@@ -621,10 +621,10 @@ def test_a_plan_for_each_batch_is_warned_of() -> None:
         return module.warned
 
     def watch(module: Any) -> None:
-        from lightning_pipeline import guards
+        from lightning_pipeline import plans
 
         module.warned = []
-        guards.rank_zero_warn = module.warned.append
+        plans.rank_zero_warn = module.warned.append
 
     script = fit(OwnGlobalStep)
     script.setup, script.after = watch, warnings_of

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_pipeline.cache import Cache
 from lightning_pipeline.splitting.watch import Place, Watch
 from lightning_pipeline.steps import StepPlan
 
 PLANS_IN_A_ROW = 8
 """New plans of the same step for the same shapes, one after the other, before a warning."""
 
+_CACHED = 256
+_VERSIONS = 8  # plans of equal shapes, for other values of what forwards read
 
-class Guards:
-    """Looks, once a batch, at the attributes that the plans of one LightningModule depend on.
+
+class Plans:
+    """The plans of one LightningModule, each with the attributes that it depends on.
+
+    They are looked at once a batch.
 
     Args:
         module: The user's LightningModule.
@@ -25,13 +31,14 @@ class Guards:
 
     def __init__(self, module: LightningModule) -> None:
         self._module, self._watch = module, Watch(module, ())
+        self._cache: Cache[StepPlan] = Cache(_CACHED, _VERSIONS)
         self._guards: WeakKeyDictionary[StepPlan, dict[Place, Hashable]] = WeakKeyDictionary()
         self._holds_at: WeakKeyDictionary[StepPlan, int] = WeakKeyDictionary()
         self._moment, self._mark = self._watch.look(), 0
         self._values: dict[Place, Hashable] = {}
         self._changed: Place | None = None
-        self._in_a_row: dict[Hashable, int] = {}
-        self._told = False
+        self._in_a_row: dict[Hashable, tuple[int, int]] = {}
+        self._num_looks, self._told = 0, False
 
     def look(self) -> tuple[int, str]:
         """Looks at everything.
@@ -40,6 +47,11 @@ class Guards:
             A checksum of all changes so far, equal on all ranks that have seen the same, and the
             name of the attribute that has changed last.
         """
+        self._num_looks += 1
+        self._note_changes()
+        return self._mark, _path(self._changed) if self._changed is not None else ""
+
+    def _note_changes(self) -> None:
         moment = self._watch.look()
         if moment != self._moment:
             self._moment, before, self._values = moment, self._values, self._watch.values
@@ -51,9 +63,26 @@ class Guards:
             if changes:
                 self._changed = list(self._values)[changes[0][0]]
                 self._mark = zlib.crc32(repr(changes).encode(errors="replace"), self._mark)
-        return self._mark, _path(self._changed) if self._changed is not None else ""
 
-    def add(self, plan: StepPlan, set_by_step: Iterable[str]) -> None:
+    def get(self, step: str, key: Hashable, make: Callable[[], StepPlan]) -> tuple[StepPlan, bool]:
+        """The plan of a step that holds now, and whether it is new and has to be guarded.
+
+        Args:
+            step: Name of the step.
+            key: What plans depend on besides what forwards read.
+            make: Makes a plan.
+        """
+        made: list[StepPlan] = []
+
+        def new() -> StepPlan:
+            made.append(make())
+            return made[0]
+
+        plan = self._cache.get(key, new, self._holds)
+        self._count(step, key, bool(made))
+        return plan, bool(made)
+
+    def guard(self, plan: StepPlan, set_by_step: Iterable[str]) -> None:
         """Notes what a new plan depends on.
 
         What the step itself sets before a call is left out, for it will set it again.
@@ -80,7 +109,7 @@ class Guards:
                 if where or attribute not in set_by_step:
                     wanted[where, attribute] = then
         self._watch.add(wanted, {})
-        self.look()
+        self._note_changes()
         now = self._watch.values
         self._guards[plan] = {
             place: now[place]
@@ -89,8 +118,7 @@ class Guards:
         }
         self._holds_at[plan] = self._moment
 
-    def hold(self, plan: StepPlan) -> bool:
-        """Whether a plan can be used now."""
+    def _holds(self, plan: StepPlan) -> bool:
         if self._holds_at[plan] == self._moment:
             return True
         for place, then in self._guards[plan].items():
@@ -100,15 +128,13 @@ class Guards:
         self._holds_at[plan] = self._moment
         return True
 
-    def count(self, step: str, key: Hashable, is_new: bool) -> None:
-        """Warns, once, of a step that needs a new plan for each batch.
-
-        Args:
-            step: Name of the step.
-            key: What its plans are kept under.
-            is_new: Whether this batch needed one.
-        """
-        count = self._in_a_row[key] = self._in_a_row.get(key, -1) + 1 if is_new else 0
+    def _count(self, step: str, key: Hashable, is_new: bool) -> None:
+        """Warns, once, of a step that needs a new plan for each batch."""
+        count, last = self._in_a_row.get(key, (-1, 0))
+        if not is_new and last == self._num_looks:
+            return  # another microbatch of the same batch
+        count = count + 1 if is_new else 0
+        self._in_a_row[key] = count, self._num_looks
         if count < PLANS_IN_A_ROW or self._told or self._changed is None:
             return
         self._told = True

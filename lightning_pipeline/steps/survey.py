@@ -335,7 +335,6 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         raise no_calls(module, asked.step, error) from error
     for call, answers in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in answers)
-        # What the step sets before a call: ranks that run none of it would not see it.
         call.ambient |= call.program is not None and bool(call.program.changed_settings())
     numbers = numbers_in(made)
     return Survey(

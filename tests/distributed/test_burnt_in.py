@@ -578,6 +578,171 @@ def test_what_changes_between_batches_is_seen_by_stages_in_a_v() -> None:
     compared(names, {"schedule": "ZBVZeroBubble"})
 
 
+# ---- state that a forward changes itself
+
+
+class Counting(nn.Module):
+    """Counts its calls, and multiplies by a number that depends on the count."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(6, 6), counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1.0 + (self.count() if self.counts else 0) % 3)
+
+    def count(self) -> int:
+        raise NotImplementedError
+
+
+class InDict(Counting):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        self.stats = {"n": 0}
+
+    def count(self) -> int:
+        self.stats["n"] += 1
+        return self.stats["n"]
+
+
+class InObject(Counting):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        self.state = SimpleNamespace(inner=SimpleNamespace(n=0))
+
+    def count(self) -> int:
+        self.state.inner.n += 1
+        return self.state.inner.n
+
+
+class InText(Counting):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        self.mode = "a"
+
+    def count(self) -> int:
+        self.mode = {"a": "bb", "bb": "ccc", "ccc": "a"}[self.mode]
+        return len(self.mode)
+
+
+class InTuple(Counting):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        self.seen: tuple[int, ...] = ()
+
+    def count(self) -> int:
+        self.seen = (*self.seen, 1)
+        return len(self.seen)
+
+
+class InClass(Counting):
+    n = 0
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        type(self).n = 0
+
+    def count(self) -> int:
+        type(self).n += 1
+        return self.n
+
+
+class InClosure(Counting):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        n = 0
+
+        def count() -> int:
+            nonlocal n
+            n += 1
+            return n
+
+        self.count = count
+
+
+class InGenerator(Counting):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        self.rng = np.random.default_rng(0)
+
+    def count(self) -> int:
+        return int(self.rng.integers(1, 4))
+
+
+class FromGenerators(Counting):
+    """Operations and a module draw from one generator of torch."""
+
+    class Noise(nn.Module):
+        def __init__(self, source: torch.Generator) -> None:
+            super().__init__()
+            self.source = [source]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand((), generator=self.source[0], dtype=x.dtype)
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(counts)
+        self.source = torch.Generator()
+        self.noise = self.Noise(self.source)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.counts:
+            x = self.noise(x * torch.rand((), generator=self.source, dtype=x.dtype))
+            x = x + torch.rand((), generator=self.source, dtype=x.dtype)
+        return x
+
+
+class Seeding(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.counts:
+            with torch.random.fork_rng():
+                torch.manual_seed(1)
+                x = x + torch.rand((), dtype=x.dtype) + torch.rand_like(x[:1, :1])
+        return x
+
+
+STATEFUL = {
+    kind.__name__: kind
+    for kind in (
+        *(InDict, InObject, InText, InTuple, InClass, InClosure, InGenerator),
+        *(FromGenerators, Seeding),
+    )
+}
+
+
+class Stateful(Perceptron):
+    def __init__(self, kind: type[Counting], counts: bool) -> None:
+        super().__init__()
+        first, last = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)
+        self.net = nn.Sequential(first, kind(counts), nn.Linear(6, 6), nn.Tanh(), last)
+
+
+def stateful(name: str, counts: bool, microbatches: int) -> Script:
+    """A run on batches of 16, or on each of their microbatches, accumulated."""
+    trainer = {"max_steps": 4, "limit_val_batches": 0, "accumulate_grad_batches": microbatches}
+    return Script(
+        lambda: Stateful(STATEFUL[name], counts),
+        lambda: vectors(16 * BATCHES),
+        batch_size=16 // microbatches,
+        trainer=trainer,
+    )
+
+
+def test_state_that_a_forward_changes_is_that_of_one_device() -> None:
+    names = list(STATEFUL)
+    accumulated = All(lambda name, counts: stateful(name, counts, 8), names)
+    [wanted] = run_ranks(1, accumulated, "auto", 1, deadline=120)
+    script = All(lambda name, counts: stateful(name, counts, 1), names)
+    arguments = {"pipeline_parallel_size": 2, "num_microbatches": 8}
+    found = run_ranks(2, script, arguments, 2, deadline=240)
+    differences = {n: [distance(run[n, True], wanted[n, True]) for run in found] for n in names}
+    effects = {n: distance(wanted[n, False], wanted[n, True]) for n in names}
+    assert {n for n, effect in effects.items() if effect < 1e-6} == set()
+    assert {n: d for n, d in differences.items() if max(d) > TOLERANCE} == {}
+
+
 # ---- what is refused
 
 

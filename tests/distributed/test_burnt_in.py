@@ -767,7 +767,29 @@ class ChangesInStep(Number):
         return super().training_step(batch, batch_idx)
 
 
+class SharesGenerator(Changing):
+    """Two nets, called one after the other, draw from one generator."""
+
+    class Noisy(nn.Module):
+        def __init__(self, source: torch.Generator) -> None:
+            super().__init__()
+            self.linear, self.source = nn.Linear(6, 6), source
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + torch.rand((), generator=self.source, dtype=x.dtype)
+
+    def __init__(self) -> None:
+        super().__init__()
+        source = torch.Generator()
+        self.first, self.second = self.Noisy(source), self.Noisy(source)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self.second(self.first(x))[:, :3], y)
+
+
 REFUSED = {
+    SharesGenerator: "self.first on stage 0 and self.second on stage 1 draw from one generator",
     ReplacesWeights: "self.net.blocks.1.linear.weight is not the parameter that was placed",
     DiffersByRank: "on this rank was self.net.k. Set them to the same on all ranks",
     ChangesInStep: "self.net.k is 2.0, but was 1.0 when the batch began",

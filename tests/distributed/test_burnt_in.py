@@ -402,7 +402,7 @@ class ChildAdded(Changing):
         if value == 2:
             net.acts["second"] = nn.Softplus()
         elif value == 3:
-            del net.acts["first"]
+            net.acts["first"] = nn.Sigmoid()
 
 
 @case

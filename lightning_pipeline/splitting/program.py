@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.splitting.cost import Rates, backward_work
@@ -95,6 +96,8 @@ class Program:
         self.output_metas, self.output_spec = outputs, output_spec
         self.leaves, self.kept_whole, self.settings = leaves, kept_whole, settings
         self.others, self._watch = others, Watch(module, settings, others)
+        # A step that the user has compiled would have its looks at Python objects traced.
+        self._look: Callable[[], int] = torch.compiler.disable(self._watch.look)
         self._same_at = -1
         self.changes: list[Change] = []
         self.constants: dict[Place, Tensor] = {}
@@ -129,7 +132,7 @@ class Program:
 
     def changed_settings(self) -> list[ChangedSetting]:
         """Attributes that opened modules read and that differ from those at the recording."""
-        moment = self._watch.look()
+        moment = self._look()
         if moment == self._same_at:
             return []
         now = self._watch.values

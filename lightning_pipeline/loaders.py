@@ -18,25 +18,36 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 
 
-def require_same(step: str, batch: Any, mesh: Mesh, device: torch.device) -> None:
-    """Makes sure that all ranks of a pipeline begin a step with the same batch.
+def require_same(
+    step: str, batch: Any, mesh: Mesh, device: torch.device, changes: tuple[int, str] = (0, "")
+) -> None:
+    """Makes sure that all ranks of a pipeline begin a step with the same batch and the same plan.
 
     Args:
         step: Name of the step, for messages.
         batch: This rank's.
         mesh: The rank's place, groups built.
         device: The rank's device.
+        changes: Checksum of the changes of what forwards read, and the attribute changed last.
 
     Raises:
         StepError: If they differ, on every rank; with other shapes some would wait for ever.
     """
     if mesh.sizes.pipeline == 1:
         return
-    mark = torch.tensor([checksum(batch)], device=device)
+    mark = torch.tensor([checksum(batch), changes[0]], device=device)
     marks = [torch.empty_like(mark) for _ in mesh.pipeline_ranks]
     dist.all_gather(marks, mark, mesh.pipeline_group)
-    sums = dict(zip(mesh.pipeline_ranks, torch.cat(marks).tolist(), strict=True))
-    others = sorted(rank for rank, found in sums.items() if found != sums[mesh.last_rank])
+    found = torch.stack(marks).tolist()
+    if any(settings != found[0][1] for _, settings in found):
+        last = f" The last one on this rank was {changes[1]}." if changes[1] else ""
+        raise StepError(
+            f"{step}: attributes that forwards read have changed in another way on each rank of "
+            f"the pipeline, so that their plans would differ.{last} Set them to the same on all "
+            "ranks, in a hook that all ranks run."
+        )
+    sums = dict(zip(mesh.pipeline_ranks, (batch_sum for batch_sum, _ in found), strict=True))
+    others = sorted(rank for rank, got in sums.items() if got != sums[mesh.last_rank])
     if others:
         other = others[0] if mesh.global_rank not in others else mesh.global_rank
         raise StepError(

@@ -15,7 +15,6 @@ from lightning_pipeline.batch import (
     signature,
 )
 from lightning_pipeline.batchnorm import Norms, names_of_norms, normalises_batches
-from lightning_pipeline.cache import Cache
 from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
@@ -30,6 +29,7 @@ from lightning_pipeline.options import Options
 from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import Held, PlacedModule, share
 from lightning_pipeline.plan import Plan
+from lightning_pipeline.plans import Plans
 from lightning_pipeline.refusals import check_uncut
 from lightning_pipeline.sharing import share_state
 from lightning_pipeline.steps import (
@@ -48,8 +48,6 @@ from lightning_pipeline.steps import (
     set_attributes,
 )
 from lightning_pipeline.writing import Writers
-
-_CACHED_PLANS = 256
 
 
 class Pipeline:
@@ -88,7 +86,7 @@ class Pipeline:
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
         self._writers = Writers(module.trainer.callbacks, mesh)  # type: ignore[attr-defined]
-        self._plans: Cache[StepPlan] = Cache(_CACHED_PLANS)
+        self._plans = Plans(module)
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._sizes: dict[str, Any] = {}
@@ -170,7 +168,7 @@ class Pipeline:
                 "once. Set Trainer(num_sanity_val_steps=0), so that the training comes first."
             )
         self._engine.clear()
-        self._plans, self._runners, self._repeated = Cache(_CACHED_PLANS), {}, None
+        self._plans, self._runners, self._repeated = Plans(self._module), {}, None
         self._seen = {n: dataclasses.replace(seen, is_next=False) for n, seen in self._seen.items()}
         self._placed.put_back()
 
@@ -236,7 +234,7 @@ class Pipeline:
             The loss over the batch and what the step returned for the whole batch, equal on all
             ranks of the pipeline.
         """
-        require_same(step, args[0], self._mesh, self._device)
+        require_same(step, args[0], self._mesh, self._device, self._plans.look())
         self._trained |= trains
         work = self._prepare(step, args, trains, scale, accumulated, count)
         self._computed.inside_step = True
@@ -338,7 +336,12 @@ class Pipeline:
             context = self._contexts[step]
             there = [(self._module, *x) for x in starts[number].items() if x[1] is not ABSENT]
             with patched(there):
-                return self._plans.get(key, lambda: self._placed.plan(step, example, context))
+                found, is_new = self._plans.get(
+                    step, key, lambda: self._placed.plan(step, example, context)
+                )
+            if is_new:
+                self._plans.guard(found, starts[number])
+            return found
 
         return [plan(index, microbatch) for index, microbatch in enumerate(microbatches)]
 

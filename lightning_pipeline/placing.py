@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_pipeline.batchnorm import names_of_norms
+from lightning_pipeline.errors import StepError
 from lightning_pipeline.gradients import GradientReducer
 from lightning_pipeline.materialising import Deferred
 from lightning_pipeline.mesh import Mesh
@@ -26,6 +27,7 @@ from lightning_pipeline.splitting import (
     release,
     state_items,
 )
+from lightning_pipeline.splitting.settings import Same
 from lightning_pipeline.steps import Placement, StepPlan, place, plan_step
 from lightning_pipeline.steps.means import what_it_means
 
@@ -98,6 +100,7 @@ class PlacedModule:
         self.held: Held | None = None
         self.deferred: Deferred | None = None
         self.began_without_weights = self.is_provisional = False
+        self._known: dict[str, Same] = {}
 
     def defer(self, deferred: Deferred | None) -> None:
         """Lets the module's weights come with its placement, if there is anything ``deferred``."""
@@ -136,8 +139,19 @@ class PlacedModule:
             self.held = self._release(self.placement)
 
     def plan(self, step: str, example: Example, context: Context) -> StepPlan:
-        """Plans one signature of a step of the placed module."""
+        """Plans one signature of a step of the placed module.
+
+        Raises:
+            StepError: If a parameter has come or been replaced since it was placed.
+        """
         assert self.placement is not None
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if name not in self._known or self._known[name] != Same(parameter):
+                raise StepError(
+                    f"self.{name} is not the parameter that was placed: no rank knows where it "
+                    "lives. Replace modules and parameters before the fit, in __init__ or "
+                    "configure_model, or write into the old one with `copy_`."
+                )
         found = self.observer.observe(step, example, context, self._mesh.sizes.pipeline > 1)
         return plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE)
 
@@ -190,6 +204,8 @@ class PlacedModule:
             )
             for stages in sets
         ]
+        named = self._module.named_parameters(remove_duplicate=False)
+        self._known = {name: Same(parameter) for name, parameter in named}
         reducer = GradientReducer(self._mesh, parameters, shared)
         return Held(parameters, buffers, counted, reducer)
 

@@ -19,7 +19,6 @@ from lightning_pipeline.splitting.placeholder import (
 )
 from lightning_pipeline.splitting.program import (
     ChangedSetting,
-    Constant,
     Program,
     is_same,
     version_of,
@@ -33,7 +32,6 @@ __all__ = [
     "CUDA_RATES",
     "UNPLACED",
     "ChangedSetting",
-    "Constant",
     "ElsewhereBuffer",
     "ElsewhereError",
     "ElsewhereParameter",

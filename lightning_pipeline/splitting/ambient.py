@@ -41,6 +41,12 @@ def outside_state() -> tuple[Any, ...]:
     return random.getstate(), np.asarray(keys).tobytes(), position
 
 
+def seeds() -> tuple[int, ...]:
+    """What torch's generators were last seeded with; on fake tensors nothing else moves them."""
+    known = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return torch.initial_seed(), *(generator.initial_seed() for generator in known)
+
+
 @contextlib.contextmanager
 def restored(settings: tuple[Setting, ...]) -> Iterator[None]:
     """Run a block under recorded settings; those that are not mentioned stay as they are."""

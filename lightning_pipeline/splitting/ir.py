@@ -72,6 +72,7 @@ class Node:
         state: Names of the parameters and buffers that it uses.
         state_writes: Names of those that it writes.
         checkpoint: Keyword arguments of the ``torch.utils.checkpoint`` that it was called through.
+        generators: Identities of the user's own generators of random numbers that it may draw from.
     """
 
     target: str | Callable[..., Any]
@@ -89,6 +90,7 @@ class Node:
     state: tuple[str, ...] = ()
     state_writes: tuple[str, ...] = ()
     checkpoint: dict[str, Any] | None = None
+    generators: frozenset[int] = frozenset()
     local: bool = False
 
     @property

@@ -67,7 +67,14 @@ class Liveness:
 
     def _is_pure(self, node: Node) -> bool:
         dirty = any(self.values[value].storage in self.dirty for _, value in node.outputs)
-        effects = node.random or node.has_hooks or node.writes or node.state_writes or dirty
+        effects = (
+            node.random
+            or node.generators
+            or node.has_hooks
+            or node.writes
+            or node.state_writes
+            or dirty
+        )
         return bool(node.outputs) and not effects
 
     def _live(self) -> list[list[int]]:
@@ -108,6 +115,12 @@ class Liveness:
             legal[first + 1 : max(writers) + 1] = False
         for name in self.dirty_state:
             legal[users[name][0] + 1 : users[name][-1] + 1] = False
+        drawn: dict[int, list[int]] = {}
+        for piece, index in enumerate(self.pieces):
+            for generator in self.nodes[index].generators:
+                drawn.setdefault(generator, []).append(piece)
+        for pieces in drawn.values():
+            legal[pieces[0] + 1 : pieces[-1] + 1] = False
         return legal
 
     def _touched(self, node: Node) -> set[int | str]:

@@ -71,6 +71,14 @@ class Profiler:
         """Custom autograd functions need no attention here."""
         return original(*args, **kwargs)
 
+    def on_read(self, original: Callable[..., Any], module: nn.Module, name: str) -> Any:
+        """Nor do reads."""
+        return original(module, name)
+
+    def on_read_trainer(self, original: Callable[..., Any], trainer: Any, name: str) -> Any:
+        """Nor these."""
+        return original(trainer, name)
+
     def on_assign(self, module: nn.Module, attribute: str, value: object) -> None:
         """Nor do assignments."""
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.splitting.cost import Rates, backward_work
 from lightning_pipeline.splitting.ir import Node, Value
 from lightning_pipeline.splitting.liveness import Liveness
+from lightning_pipeline.splitting.pictures import Change
+from lightning_pipeline.splitting.settings import frozen
+from lightning_pipeline.splitting.watch import Place, Watch, plain_value
 
 PLAIN_TYPES = (bool, int, float, str)
-"""Types of the module attributes that a recording burns in and that are cheap to compare."""
+"""Types of the values that are compared by value wherever they stand."""
 
 
 def is_same(now: object, then: object) -> bool:
@@ -25,22 +30,8 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-class Constant(NamedTuple):
-    """A tensor that is a plain attribute, and how often it had been written to."""
-
-    tensor: Tensor
-    version: int
-
-    def is_same(self, other: Constant) -> bool:
-        """Whether it is the same tensor, not written to in between."""
-        return self.tensor is other.tensor and self.version == other.version
-
-    def __repr__(self) -> str:
-        return f"a tensor of shape {tuple(self.tensor.shape)}"
-
-
 class ChangedSetting(NamedTuple):
-    """A plain attribute that is no longer what the recording burnt in."""
+    """An attribute that is no longer what the recording burnt in, both as messages show it."""
 
     module: str
     attribute: str
@@ -63,7 +54,8 @@ class Program:
         output_spec: Pytree spec of the output.
         leaves: Names at which the recording stopped.
         kept_whole: Reasons of the modules that could not be opened.
-        settings: Plain attributes ``(module, attribute, value)`` that are burnt in.
+        settings: Attributes that are burnt in, with their values, frozen.
+        others: Modules outside of ``module`` among them, by the names given to them.
         storage_names: Names of the state whose memory values may be views of.
         rates: Speed of the device.
 
@@ -76,6 +68,9 @@ class Program:
         bytes_at: float [N + 1], bytes of these values.
         cost: float [N], seconds of forward and, where gradients flow, backward.
         piece_names: Dotted name of each piece's module.
+        generators: For each piece, identities of the generators of random numbers that it may use.
+        constants: Tensors that are attributes and operands, burnt in.
+        changes: What the forward changes at its first call alone, to be made on every rank.
         draws_outside_torch: Whether a module was kept whole because its forward draws from
             Python's or NumPy's generator.
     """
@@ -91,7 +86,8 @@ class Program:
         *,
         leaves: frozenset[str],
         kept_whole: dict[str, str],
-        settings: tuple[tuple[str, str, object], ...],
+        settings: dict[Place, Hashable],
+        others: dict[str, nn.Module],
         storage_names: dict[int, str],
         rates: Rates,
         draws_outside_torch: bool = False,
@@ -99,6 +95,12 @@ class Program:
         self.module, self.nodes, self.values, self.inputs = module, nodes, values, inputs
         self.output_metas, self.output_spec = outputs, output_spec
         self.leaves, self.kept_whole, self.settings = leaves, kept_whole, settings
+        self.others, self._watch = others, Watch(module, settings, others)
+        # A step that the user has compiled would have its looks at Python objects traced.
+        self._look: Callable[[], int] = torch.compiler.disable(self._watch.look)
+        self._same_at = -1
+        self.changes: list[Change] = []
+        self.constants: dict[Place, Tensor] = {}
         self.draws_outside_torch = draws_outside_torch
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         flow = Liveness(nodes, values, inputs, outputs, parameters, storage_names)
@@ -107,6 +109,7 @@ class Program:
         self.num_pieces = len(self.pieces)
         placed = [nodes[index] for index in self.pieces]
         self.piece_names = [node.name for node in placed]
+        self.generators = [node.generators for node in placed]
         sizes = {
             name: p.numel() * p.element_size()
             for name, p in module.named_parameters()
@@ -128,18 +131,27 @@ class Program:
         return work.seconds(rates)
 
     def changed_settings(self) -> list[ChangedSetting]:
-        """Plain attributes of opened modules that differ from those at the recording."""
-        modules: dict[str, nn.Module] = {}
-        changed = []
-        for name, attribute, then in self.settings:
-            if name not in modules:
-                modules[name] = self.module.get_submodule(name)
-            now = modules[name].__dict__.get(attribute)
-            if isinstance(then, Constant):
-                now = Constant(now, version_of(now)) if isinstance(now, Tensor) else now
-                same = isinstance(now, Constant) and now.is_same(then)
-            else:
-                same = is_same(now, then)
-            if not same:
-                changed.append(ChangedSetting(name, attribute, then, now))
+        """Attributes that opened modules read and that differ from those at the recording."""
+        moment = self._look()
+        if moment == self._same_at:
+            return []
+        now = self._watch.values
+        changed = [
+            ChangedSetting(*place, plain_value(then), plain_value(now[place]))
+            for place, then in self.settings.items()
+            if now[place] != then
+        ]
+        if not changed:
+            self._same_at = moment
         return changed
+
+    def does_as(self, other: Program) -> bool:
+        """Whether two recordings of one call are the same."""
+        return frozen(self._content()) == frozen(other._content())
+
+    def _content(self) -> Any:
+        nodes = [
+            (n.target, n.args, n.kwargs, n.outputs, n.single, n.where, n.ambient, n.checkpoint)
+            for n in self.nodes
+        ]
+        return nodes, self.inputs, self.output_metas, str(self.output_spec)

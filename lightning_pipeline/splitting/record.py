@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,21 @@ from lightning_pipeline.splitting.cost import (
     choose_leaves,
     default_rates,
 )
+from lightning_pipeline.splitting.effects import can_be_kept, installs_hooks
 from lightning_pipeline.splitting.ir import StateRef
+from lightning_pipeline.splitting.pictures import Change, redo, undo
 from lightning_pipeline.splitting.profiler import Profiler
-from lightning_pipeline.splitting.program import PLAIN_TYPES, Constant, Program, version_of
+from lightning_pipeline.splitting.program import Program
 from lightning_pipeline.splitting.recorder import Recorder
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import RecordingError
 from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.splitting.watch import Watch, module_at
 
 log = logging.getLogger(__name__)
+
+Once: TypeAlias = tuple[Program, list[RecordingError], list[Change]]
+"""A recording, what it would do once only as errors, and what this changes."""
 
 MAX_RETRIES = 64
 """Bound on the modules that one recording gives up to open."""
@@ -80,8 +86,12 @@ def record(
         kept_whole.update(profile.whole)
     draws = False
     for _ in range(MAX_RETRIES):
+
+        def once(leaves: frozenset[str] = leaves) -> Once:
+            return _record_once(module, args, kwargs, forward, leaves, kept_whole, device, rates)
+
         try:
-            program = _record_once(module, args, kwargs, forward, leaves, kept_whole, device, rates)
+            program = _settled(once)
         except RecordingError as error:
             draws |= error.draws
             leaves = _give_up(module, leaves, kept_whole, error)
@@ -117,7 +127,7 @@ def _record_once(
     kept_whole: dict[str, str],
     device: torch.device,
     rates: Rates,
-) -> Program:
+) -> Once:
     with _counting_versions():
         sandbox, cost = Sandbox(module, device), CostMode()
         recorder = Recorder(sandbox, cost, leaves)
@@ -130,11 +140,15 @@ def _record_once(
         with sandbox.open(recorder), sandbox.fake, cost:
             with recorder:
                 out = recorder.record(forward, *call)
+            errors, changes = recorder.finish()
             tape.stack.append("")
             out_leaves, spec = pytree.tree_flatten(out)
             outputs = [_output(recorder, leaf) for leaf in out_leaves]
         tape.refresh()
-        return Program(
+        reads = {("", "forward"): None, **recorder.effects.reads}
+        watch = Watch(module, reads, recorder.effects.others)
+        watch.look()
+        program = Program(
             module,
             tape.nodes,
             tape.values,
@@ -143,10 +157,45 @@ def _record_once(
             spec,
             leaves=leaves,
             kept_whole=dict(kept_whole),
-            settings=_settings(sandbox, recorder),
+            settings=watch.values,
+            others=recorder.effects.others,
             storage_names=sandbox.storage_names,
             rates=rates,
         )
+        program.constants = {
+            (where, name): value
+            for where, name in reads
+            if (child := module_at(module, where)) is not None
+            and isinstance(value := child.__dict__.get(name), Tensor)
+            and id(value) in tape.constants
+        }
+    return program, errors, changes
+
+
+def _settled(once: Callable[[], Once]) -> Program:
+    """A recording that says of every later call what it says of this one.
+
+    A forward may change something at its first call alone, as one does that fills in its own
+    configuration. It is recorded again with this change, which must not change what it computes.
+
+    Raises:
+        RecordingError: It changes something at each call.
+    """
+    program, errors, changes = once()
+    if not errors:
+        return program
+    if can_be_kept(changes):
+        redo(changes)
+        try:
+            again, still, _ = once()
+        finally:
+            undo(changes)
+        if not still and again.does_as(program):
+            if installs_hooks(changes):  # where this forward never runs they would only pile up
+                return program
+            again.changes = changes
+            return again
+    raise errors[0]
 
 
 @contextlib.contextmanager
@@ -180,24 +229,6 @@ def _output(recorder: Recorder, leaf: Any) -> Any:
             leaf = leaf.view_as(leaf)
         ref = recorder.tape.template(leaf)
     return ref
-
-
-def _settings(sandbox: Sandbox, recorder: Recorder) -> tuple[tuple[str, str, object], ...]:
-    """Attributes that are burnt in, of all modules that the recording looked into or passed by."""
-    settings = []
-    for child, attributes in sandbox.attributes:
-        name = sandbox.names[id(child)]
-        if recorder.is_whole(name):
-            continue
-        lightning = any(cls.__name__ == "LightningModule" for cls in type(child).__mro__)
-        for key, value in attributes.items():
-            # Lightning's own book-keeping differs between training and validation
-            own = lightning and key.startswith("_")
-            if type(value) in PLAIN_TYPES and key != "training" and not own:
-                settings.append((name, key, value))
-            elif isinstance(value, Tensor) and id(value) in recorder.tape.constants:
-                settings.append((name, key, Constant(value, version_of(value))))
-    return tuple(settings)
 
 
 def _give_up(

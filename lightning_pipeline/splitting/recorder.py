@@ -10,21 +10,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.splitting.ambient import ambient_settings, changed, outside_state
-from lightning_pipeline.splitting.cost import CostMode, module_hooks
+from lightning_pipeline.splitting.ambient import ambient_settings, changed
+from lightning_pipeline.splitting.cost import CostMode, module_hooks, reason_to_stay_whole
+from lightning_pipeline.splitting.effects import Effects
 from lightning_pipeline.splitting.frames import (
     checkpoint_arguments,
     checkpointed_module,
+    definition_location,
     error_location,
     user_location,
 )
 from lightning_pipeline.splitting.ir import AutogradFunction, Node
 from lightning_pipeline.splitting.objects import open_dataclasses
+from lightning_pipeline.splitting.pictures import Change, generators_below
 from lightning_pipeline.splitting.program import PLAIN_TYPES
 from lightning_pipeline.splitting.sandbox import Sandbox
 from lightning_pipeline.splitting.tape import (
-    CONSTANT_TYPES,
     Before,
+    RecordingError,
     Tape,
     is_written,
     mark,
@@ -37,6 +40,7 @@ from lightning_pipeline.splitting.torch_private import (
     saved_tensor_hooks,
 )
 from lightning_pipeline.splitting.trial import SHAPE_CURE, TrialError, trial_run
+from lightning_pipeline.splitting.watch import EVERY_MODULE
 
 REFUSED_METHODS = {
     "register_hook",
@@ -66,13 +70,14 @@ class Recorder(TorchFunctionMode):
         self.off = self.on_trial = False
         self.start = ambient_settings()
         self.start_hooks = saved_tensor_hooks()
-        self.outside = outside_state()
+        self.effects = Effects(sandbox, self.tape)
 
     def record(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run ``forward`` as the outermost module's own code."""
+        self.effects.begin()
         out = self._open("", lambda: forward(*args, **kwargs))
         open_dataclasses(out)
-        self._check_side_effects()
+        self._check_rebound()
         return out
 
     # ---- operations of opened modules
@@ -138,8 +143,9 @@ class Recorder(TorchFunctionMode):
         self, target: Any, args: tuple, kwargs: dict, out: Any, before: Before, **extra: Any
     ) -> Any:
         tape = self.tape
-        self._check_draws(tape.stack[-1])
+        self.effects.check_draws(tape.stack[-1])
         ambient = ambient_settings()
+        generators = extra.pop("generators", frozenset()) | self.effects.generators((args, kwargs))
         node = Node(
             target=target,
             args=tape.template(tuple(args)),
@@ -149,6 +155,7 @@ class Recorder(TorchFunctionMode):
             location=user_location(),
             ambient=changed(ambient, self.start),
             checkpoint=self._checkpoint(target, ambient),
+            generators=generators,
             **extra,
         )
         return tape.add(node, before, out, self._silent_view)
@@ -193,17 +200,20 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if self.off:
             return self._inside(name, original, module, args, kwargs)
-        self._check_draws(self.tape.stack[-1])
+        self.effects.check(self.tape.stack[-1])
         open_dataclasses((args, kwargs))
         if name in self.leaves:
             return self._leaf(name, original, module, args, kwargs)
+        reason = reason_to_stay_whole(module)
+        if reason is not None:  # which it may have got since it was opened first
+            raise self.tape.fail(reason, MOVE_CODE, definition_location(module), name)
         return self._open(name, lambda: original(module, *args, **kwargs))
 
     def _open(self, name: str, run: Callable[[], Any]) -> Any:
         self.tape.stack.append(name)
         try:
             out = run()
-            self._check_draws(name)
+            self.effects.check(name)
             return out
         except SplitError:
             raise
@@ -254,7 +264,7 @@ class Recorder(TorchFunctionMode):
             out = self._trial(name, original, module, args, kwargs, error)
         self._check_given(name, (args, kwargs), given)
         open_dataclasses(out)
-        self._check_output(name, out)
+        tape.check_output(name, out)
         reads = {id(item): sandbox.entry_names[id(item.owner), item.key] for item in state}
         writes = [
             reads[id(item)]
@@ -264,7 +274,7 @@ class Recorder(TorchFunctionMode):
         ]
         for item in state:  # a buffer that was bound anew keeps its identity
             item.entries[item.key] = item.tensor
-        outside, self.outside = self.outside, outside_state()
+        drew = self.effects.pass_over()
         return self._emit(
             name,
             args,
@@ -273,8 +283,9 @@ class Recorder(TorchFunctionMode):
             before,
             state=tuple(dict.fromkeys(reads.values())),
             state_writes=tuple(dict.fromkeys(writes)),
-            random=outside != self.outside,
+            random=drew,
             has_hooks=any(module_hooks(child) for child in module.modules()),
+            generators=frozenset(map(id, generators_below(module))),
         )
 
     def _trial(
@@ -317,14 +328,6 @@ class Recorder(TorchFunctionMode):
                 "Let it return what it adds",
             )
 
-    def _check_output(self, name: str, out: Any) -> None:
-        for leaf in pytree.tree_leaves(out):
-            if not isinstance(leaf, (Tensor, *CONSTANT_TYPES)):
-                raise self.tape.fail(
-                    f"submodule {name!r} returns an object of type {type(leaf).__name__}",
-                    "Return tensors (for a cache of Hugging Face: use_cache=False)",
-                )
-
     # ---- what would be lost or frozen
 
     def on_assign(self, module: nn.Module, attribute: str, value: object) -> None:
@@ -351,21 +354,22 @@ class Recorder(TorchFunctionMode):
                 f"{value}, which a recording would do only once",
                 f"Keep it as a buffer and write `self.{attribute}.add_(1)`, or change it in a hook",
             )
+        if attribute not in EVERY_MODULE and not isinstance(value, nn.Module):
+            self.effects.assigned((name, attribute), old, value)
 
-    def _check_draws(self, name: str) -> None:
-        state = outside_state()
-        if state == self.outside:
-            return
-        self.outside = state
-        error = self.tape.fail(
-            "it draws from Python's or NumPy's random generator, which a recording would freeze",
-            "Draw with torch inside a submodule, or move this code into one",
-            module=name,
-        )
-        error.draws = True
-        raise error
+    def on_read(self, original: Callable[..., Any], module: nn.Module, name: str) -> Any:
+        """Note what opened modules, and modules that stay whole, read."""
+        if not self.tape.stack:
+            return original(module, name)
+        return self.effects.read(original, module, name, self.off)
 
-    def _check_side_effects(self) -> None:
+    def on_read_trainer(self, original: Callable[..., Any], trainer: Any, name: str) -> Any:
+        """Note what opened modules read of the Trainer."""
+        if not self.tape.stack or self.off:
+            return original(trainer, name)
+        return self.effects.read_trainer(original, trainer, name)
+
+    def _check_rebound(self) -> None:
         for item, _ in self.sandbox.rebound():
             owner = self.sandbox.names[id(item.owner)]
             if not self.is_whole(owner):
@@ -374,13 +378,10 @@ class Recorder(TorchFunctionMode):
                     "Write in place: `copy_`",
                     module=owner,
                 )
-        for owner, attribute in self.sandbox.changed_lists():
-            if not self.is_whole(owner):
-                raise self.tape.fail(
-                    f"its forward changes {attribute!r}, which a recording would do only once",
-                    "Return what it collects",
-                    module=owner,
-                )
+
+    def finish(self) -> tuple[list[RecordingError], list[Change]]:
+        """What the recording would do once only; see :meth:`Effects.finish`."""
+        return self.effects.finish(self.is_whole)
 
     def is_whole(self, name: str) -> bool:
         """Whether a module is, or is inside, a submodule that was called as a leaf."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import random
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.splitting.pictures import Picture
 from lightning_pipeline.splitting.placeholder import is_elsewhere
 from lightning_pipeline.splitting.state import StateItem, state_items
 from lightning_pipeline.splitting.torch_private import (
@@ -25,14 +25,8 @@ from lightning_pipeline.splitting.torch_private import (
     storage_of,
 )
 
-CONTENT_TYPES = (
-    dict,
-    list,
-    set,
-    collections.OrderedDict,
-    collections.defaultdict,
-    collections.deque,
-)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_SEED = 0x5EED5EED5EED  # of torch's generator, so that any other shows that it was seeded
 
 _lock = threading.RLock()
 _MISSING = object()
@@ -50,6 +44,12 @@ class Watcher(Protocol):
         self, original: Callable[..., Any], function: type, args: tuple, kwargs: dict
     ) -> Any:
         """Called in place of ``function.apply(*args, **kwargs)`` of a custom autograd function."""
+
+    def on_read(self, original: Callable[..., Any], module: nn.Module, name: str) -> Any:
+        """Called in place of ``original(module, name)``, which reads an attribute."""
+
+    def on_read_trainer(self, original: Callable[..., Any], trainer: Any, name: str) -> Any:
+        """Called in place of ``original(trainer, name)`` for the LightningModule's Trainer."""
 
     def on_assign(self, module: nn.Module, attribute: str, value: object) -> None:
         """Called before ``module.attribute = value``."""
@@ -97,12 +97,12 @@ class Sandbox:
         }
         self.has_placeholders = any(is_elsewhere(item.tensor) for item in self.items)
         self.attributes = [(child, dict(child.__dict__)) for child in module.modules()]
-        self.contents = [
-            (value, value.copy())
+        self._entries = [
+            (attributes[key], dict(attributes[key]))
             for _, attributes in self.attributes
-            for value in attributes.values()
-            if type(value) in CONTENT_TYPES
+            for key in _REGISTRIES
         ]
+        self.picture = Picture((self.names[id(child)], child) for child, _ in self.attributes)
 
     def stand_in_for(self, tensor: Tensor, *, as_input: bool = False) -> Tensor:
         """A fake tensor with the metadata of ``tensor``, on this sandbox's device.
@@ -147,10 +147,10 @@ class Sandbox:
                     torch.clear_autocast_cache()  # it holds casts of stand-ins
 
     def _restore(self) -> None:
-        for value, content in self.contents:
-            if not _same_content(value, content):
-                value.clear()
-                value.extend(content) if hasattr(value, "extend") else value.update(content)
+        self.picture.restore()
+        for entries, content in self._entries:
+            entries.clear()
+            entries.update(content)
         for child, attributes in self.attributes:
             child.__dict__.clear()
             child.__dict__.update(attributes)
@@ -168,29 +168,9 @@ class Sandbox:
             if item.entries.get(item.key) is not stand_in:
                 yield item, stand_in
 
-    def changed_lists(self) -> Iterator[tuple[str, str]]:
-        """Names of modules and of their public lists, dicts and sets that a forward changed."""
-        before = {id(value): content for value, content in self.contents}
-        for child, attributes in self.attributes:
-            for key, value in attributes.items():
-                public = not key.startswith("_")
-                if public and id(value) in before and not _same_content(value, before[id(value)]):
-                    yield self.names[id(child)], key
-
     def is_lost(self, tensor: Tensor) -> bool:
         """Whether a tensor that nobody recorded must have been made during the recording."""
         return isinstance(tensor, FakeTensor)
-
-
-def _same_content(value: Any, content: Any) -> bool:
-    if len(value) != len(content):
-        return False
-    if isinstance(value, dict):
-        pairs = zip(value.items(), content.items(), strict=True)
-        return all(a is b and x is y for (a, x), (b, y) in pairs)
-    if isinstance(value, set):
-        return {id(x) for x in value} == {id(x) for x in content}
-    return all(x is y for x, y in zip(value, content, strict=True))
 
 
 @contextlib.contextmanager
@@ -211,6 +191,7 @@ def _same_rng(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(_SEED)
             yield
     finally:
         random.setstate(python)
@@ -231,6 +212,9 @@ def _watched(watcher: Watcher, module: nn.Module) -> Iterator[None]:
         for cls in {*classes, nn.Module}
         if "__call__" in vars(cls) and issubclass(cls, nn.Module)
     }
+    reads = {cls: vars(cls)["__getattribute__"] for cls in classes if _reads_itself(cls)}
+    reads[nn.Module] = object.__getattribute__
+    trainer = type(module.__dict__.get("_trainer"))
     assign = nn.Module.__setattr__
 
     def watched_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,6 +224,14 @@ def _watched(watcher: Watcher, module: nn.Module) -> Iterator[None]:
             return watcher.on_call(original, self, args, kwargs)
 
         return __call__
+
+    def watched_read(original: Callable[..., Any], on_read: Callable[..., Any]) -> Any:
+        def __getattribute__(self: Any, name: str) -> Any:
+            if threading.get_ident() != thread:
+                return original(self, name)
+            return on_read(original, self, name)
+
+        return __getattribute__
 
     def watched_assign(self: nn.Module, name: str, value: Any) -> None:
         if threading.get_ident() == thread:
@@ -255,9 +247,13 @@ def _watched(watcher: Watcher, module: nn.Module) -> Iterator[None]:
 
     patches: list[tuple[type, str, Any]] = [
         *((cls, "__call__", watched_call(original)) for cls, original in calls.items()),
+        *((cls, "__getattribute__", watched_read(r, watcher.on_read)) for cls, r in reads.items()),
         (nn.Module, "__setattr__", watched_assign),
         (single_level_function, "apply", classmethod(watched_apply)),
     ]
+    if trainer is not type(None):
+        read = watched_read(trainer.__getattribute__, watcher.on_read_trainer)
+        patches.append((trainer, "__getattribute__", read))
     before = [(owner, name, vars(owner).get(name, _MISSING)) for owner, name, _ in patches]
     try:
         for owner, name, patch in patches:
@@ -269,3 +265,8 @@ def _watched(watcher: Watcher, module: nn.Module) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, found)
+
+
+def _reads_itself(kind: type) -> bool:
+    """Whether a class of modules has its own way to find attributes."""
+    return "__getattribute__" in vars(kind) and issubclass(kind, nn.Module)

@@ -179,6 +179,15 @@ class Tape:
         error.made_in = made_in
         raise error
 
+    def check_output(self, name: str, out: Any) -> None:
+        """Refuses objects among what submodule ``name`` returns."""
+        for leaf in pytree.tree_leaves(out):
+            if not isinstance(leaf, (Tensor, *CONSTANT_TYPES)):
+                raise self.fail(
+                    f"submodule {name!r} returns an object of type {type(leaf).__name__}",
+                    "Return tensors (for a cache of Hugging Face: use_cache=False)",
+                )
+
     def add(self, node: Node, before: Before, out: Any, view: Callable[[Tensor], Tensor]) -> Any:
         """Append ``node`` with the outputs that are found in ``out``.
 

@@ -34,6 +34,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 __all__ = [
     "CHECKPOINT_CODE",
+    "FLAT_WEIGHTS",
     "TORCH_DIRECTORY",
     "VALUE_DEPENDENT",
     "CheckpointFunction",
@@ -45,11 +46,13 @@ __all__ = [
     "disable_current_modes",
     "flop_registry",
     "flush_flat_weights",
+    "generator_state",
     "noop_context_fn",
     "pytree",
     "rebuild_meta_tensor",
     "saved_tensor_hooks",
     "sdpa_flop_count",
+    "set_generator_state",
     "single_level_function",
     "storage_of",
     "swap_tensors",
@@ -64,6 +67,9 @@ VALUE_DEPENDENT = (
 """What fake tensors raise when code asks for the values that they do not have."""
 
 TORCH_DIRECTORY: str = torch.__path__[0]
+FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""What an RNN makes of its weights again whenever they have changed."""
+
 CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint).__code__
 
 single_level_function = _SingleLevelFunction
@@ -115,6 +121,18 @@ def causal_masks_unread(double: bool) -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
+
+
+def generator_state(generator: torch.Generator) -> bytes:
+    """The state of a generator, whatever is being recorded at the moment."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return generator.get_state().numpy().tobytes()
+
+
+def set_generator_state(generator: torch.Generator, state: bytes) -> None:
+    """Puts a state back that :func:`generator_state` gave."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def flush_flat_weights(module: nn.Module) -> None:

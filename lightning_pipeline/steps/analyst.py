@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.splitting import (
-    Constant,
     Program,
     ValueRef,
     canonical_names,
@@ -25,6 +23,7 @@ from lightning_pipeline.splitting import (
     version_of,
 )
 from lightning_pipeline.splitting.ambient import ambient_settings
+from lightning_pipeline.splitting.pictures import Change, redo
 from lightning_pipeline.splitting.torch_private import (
     pytree,
     saved_tensor_hooks,
@@ -37,6 +36,7 @@ from lightning_pipeline.steps.pending import TensorMeta
 
 Signature = tuple[str, tuple[Any, ...]]
 _CACHED_RECORDINGS = 256
+_VERSIONS = 8  # recordings of one call, for other values of what they read
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
@@ -149,7 +149,8 @@ class Analyst:
     ) -> None:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
-        self._memo: Cache[Analysis] = Cache(_CACHED_RECORDINGS)
+        self._memo: Cache[Analysis] = Cache(_CACHED_RECORDINGS, _VERSIONS)
+        self._changes: list[Change] = []
         self.fresh_from: frozenset[int] | None = None
         self.leaves, self.uncut = {} if leaves is None else leaves, uncut
 
@@ -171,8 +172,18 @@ class Analyst:
         arguments, settings = signature_of(args, kwargs), plain_settings(module)
         key = (name, arguments, modes, self.ambient(), checkpointing, settings)
         return self._memo.get(
-            key, lambda: self._record(name, module, forward, args, kwargs, checkpointing)
+            key,
+            lambda: self._record(name, module, forward, args, kwargs, checkpointing),
+            lambda known: known.program is None or not known.program.changed_settings(),
         )
+
+    def keep_changes(self) -> None:
+        """Makes again what forwards change at their first call alone, on every rank alike.
+
+        A survey takes back all that its step changes; recorded forwards would not do it again.
+        """
+        redo(self._changes)
+        self._changes = []
 
     def _record(
         self,
@@ -188,8 +199,8 @@ class Analyst:
             cost = self._weight_cost(module) if program is None else float(sum(program.cost))
             return self._whole(module, program, cost, None)
         try:
-            watch: AbstractContextManager[set[str]] = nullcontext(set())
-            with watch if name else _own_forward(module) as read, without_saved_tensor_hooks():
+            own: AbstractContextManager[None] = nullcontext() if name else _own_forward(module)
+            with own, without_saved_tensor_hooks():
                 program = record(
                     module,
                     args,
@@ -200,16 +211,6 @@ class Analyst:
                     uncut=self.uncut,
                     device=self._device,
                 )
-            ran = {
-                prefix
-                for node in program.nodes
-                for prefix in accumulate(node.name.split("."), "{}.{}".format)
-            }
-            program.settings = tuple(
-                (where, attribute, value)
-                for where, attribute, value in program.settings
-                if (where in ran if where or name else attribute in read)
-            )
             self._refuse_fresh(program)
         except SplitError as error:
             if not name:
@@ -218,6 +219,8 @@ class Analyst:
             whole = self._record_as_one(module, args, kwargs)
             return self._whole(module, whole, self._weight_cost(module), error)
         self.leaves[name] = program.leaves
+        redo(program.changes)
+        self._changes += program.changes
         # An object among the arguments may change unseen, and the recomputation of a checkpoint
         # around the call needs all of it.
         leaves = pytree.tree_leaves((args, kwargs))
@@ -241,9 +244,9 @@ class Analyst:
         Raises:
             LeftBehind: Naming it.
         """
-        for where, attribute, value in program.settings:
-            known = self.fresh_from
-            if isinstance(value, Constant) and known is not None and id(value.tensor) not in known:
+        known = self.fresh_from
+        for (where, attribute), tensor in program.constants.items():
+            if known is not None and id(tensor) not in known:
                 raise LeftBehind(
                     where,
                     f"it reads the tensor {attribute!r}, which the step or a call of it has left",
@@ -309,29 +312,20 @@ class _Holder(nn.Module):
 
 
 @contextmanager
-def _own_forward(module: nn.Module) -> Iterator[set[str]]:
-    """Watches the LightningModule's own forward while it is recorded.
-
-    It cannot be recorded if it logs, for that would happen once only. Of its many attributes those
-    that it reads are burnt into the recording; others (counters, say) may change.
-
-    Yields:
-        Names of the attributes that were read.
-    """
+def _own_forward(module: nn.Module) -> Iterator[None]:
+    """Refuses a LightningModule's own forward that logs: recorded, it would do so once only."""
     kind = type(module)
-    original, read = kind.__getattribute__, set()
+    original = kind.__getattribute__
 
     def get(self: Any, name: str) -> Any:
-        if self is module:
-            read.add(name)
-            if name in ("log", "log_dict"):
-                raise SplitError(
-                    "", f"it calls self.{name}", "Log in the step, behind the call of the model."
-                )
+        if self is module and name in ("log", "log_dict"):
+            raise SplitError(
+                "", f"it calls self.{name}", "Log in the step, behind the call of the model."
+            )
         return original(self, name)
 
     with class_patched(kind, {"__getattribute__": get}):
-        yield read
+        yield
 
 
 def plain_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -21,12 +21,11 @@ from torch.nn.parameter import is_lazy
 from lightning_pipeline.batch import leaves
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting import is_elsewhere
+from lightning_pipeline.splitting.pictures import Picture
+from lightning_pipeline.splitting.watch import ABSENT
 
 Path = tuple[Any, ...]
 """Name of an attribute, and the keys and indices below it."""
-
-ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-"""Stands for an attribute that is not there."""
 
 _SENDABLE = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, Tensor, np.ndarray, np.generic),
@@ -362,8 +361,9 @@ def _changed(step: str, path: Path) -> StepError:
 
 @contextmanager
 def untouched(module: nn.Module, but: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Puts back buffers, attributes and what containers in them hold, on all modules ``but``."""
+    """Puts back buffers, attributes and what is in them, on all modules ``but``."""
     left = set(map(id, but))
+    picture = Picture((n, child) for n, child in module.named_modules() if id(child) not in left)
     attributes = [(c, dict(c.__dict__)) for c in module.modules() if id(c) not in left]
     contents: list[tuple[Any, Any]] = []
     seen: set[int] = set()
@@ -378,6 +378,7 @@ def untouched(module: nn.Module, but: Iterable[nn.Module] = ()) -> Iterator[None
     try:
         yield
     finally:
+        picture.restore()
         for value, content in contents:
             value.clear()
             (value.extend if isinstance(value, MutableSequence) else value.update)(content)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline.splitting import state_items
+from lightning_pipeline.splitting.watch import replaced
 from lightning_pipeline.steps.attributes import ABSENT
 from lightning_pipeline.steps.pending import Pending, TensorMeta
 
@@ -24,15 +25,22 @@ def patched(changes: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
     Args:
         changes: Owner, name and value of each; ``ABSENT`` takes it away.
     """
-    undo = []
+    undo, behind = [], []
     for owner, key, value in changes:
-        undo.append((owner, key, owner.__dict__.get(key, ABSENT)))
+        old = owner.__dict__.get(key, ABSENT)
+        undo.append((owner, key, old))
+        # A method of ours says nothing of the user's settings.
+        if callable(value) and (id(owner), key) not in replaced:
+            replaced[id(owner), key] = old
+            behind.append((id(owner), key))
         put(owner, key, value)
     try:
         yield
     finally:
         for owner, key, old in reversed(undo):
             put(owner, key, old)
+        for place in behind:
+            del replaced[place]
 
 
 def put(owner: object, key: str, value: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.splitting import StageFunction
+from lightning_pipeline.splitting.pictures import generators_below
 from lightning_pipeline.steps.analyst import PLAIN
 from lightning_pipeline.steps.attributes import Path
 from lightning_pipeline.steps.call import Call
@@ -161,6 +162,7 @@ def plan_step(
 
 def _check(plan: StepPlan, survey: Survey, placement: Placement) -> None:
     check_own_writes(survey.writes, placement)
+    _check_generators(plan)
     last = placement.num_stages - 1
     for call, cut in zip(plan.calls, plan.cuts, strict=True):
         ends_early = cut[last] == call.num_pieces
@@ -178,6 +180,28 @@ def _check(plan: StepPlan, survey: Survey, placement: Placement) -> None:
                     "model was placed by did not need it. Use it in all steps, or behind the last "
                     "call of a module."
                 )
+
+
+def _check_generators(plan: StepPlan) -> None:
+    """Refuses stages that share a generator of random numbers, for each has one of its own."""
+    users: dict[int, dict[int, str]] = {}
+    for index, call in enumerate(plan.calls):
+        program, cut = call.program, plan.cuts[index]
+        whole = () if program is not None else generators_below(plan.module_of(index))
+        for stage in range(plan.num_stages):
+            for piece in range(cut[stage], cut[stage + 1]):
+                drawn = map(id, whole) if program is None else program.generators[piece]
+                for generator in drawn:
+                    users.setdefault(generator, {})[stage] = call.label
+    for stages in users.values():
+        if len(stages) > 1:
+            (first, label), (second, other) = list(stages.items())[:2]
+            raise StepError(
+                f"{plan.step}: {label} on stage {first} and {other} on stage {second} draw from "
+                "one generator of random numbers, of which each rank has one of its own, so that "
+                "they would not draw what they draw on one device. Give each of them a "
+                "torch.Generator of its own, or pass what is drawn as an argument."
+            )
 
 
 def describe_calls(calls: list[Any]) -> str:

@@ -409,9 +409,9 @@ class Runner:
             where, attribute, before, now = changed[0]
             path = ".".join(part for part in (call.name, where, attribute) if part)
             raise StepError(
-                f"self.{path} is {now!r}, but was {before!r} when the module was cut, and its "
-                "forward was recorded with that. Make a value that changes a buffer or an argument "
-                "of the module."
+                f"self.{path} is {now!r}, but was {before!r} when the batch began, and the forward "
+                "was recorded with that. Set it in a hook in front of the step, or make it a "
+                "buffer or an argument of the module."
             )
         low, high = plan.cuts[index][self.stage], plan.cuts[index][self.stage + 1]
         received = progress.live.get(index, {})

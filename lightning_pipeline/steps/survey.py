@@ -330,12 +330,13 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         drop_unused_gradients(run.calls, run.arguments, run.leaves, returned)
         if error is None and (found := changed(counted, numbers_of(module))):
             _see_again(asked, cut_at, found)
+    asked.analyst.keep_changes()
     if not run.calls:
         raise no_calls(module, asked.step, error) from error
     for call, answers in zip(run.calls, run.versions, strict=True):
         call.cloned = any(tensor._version != version for tensor, version in answers)
+        call.ambient |= call.program is not None and bool(call.program.changed_settings())
     numbers = numbers_in(made)
-    is_unsure = taint.reads_values
     return Survey(
         calls=run.calls,
         used=first_uses(module, taint),
@@ -350,7 +351,7 @@ def _survey(asked: Request, opaque_forward: bool) -> Survey:
         unsure=frozenset(
             place
             for place, number in numbers.items()
-            if not int(number) and (is_unsure or isinstance(number, Tensor))
+            if not int(number) and (taint.reads_values or isinstance(number, Tensor))
         ),
         losses=[] if has_weight(returned) else taint.losses,
         targets=cut_at,

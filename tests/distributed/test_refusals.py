@@ -116,8 +116,9 @@ class ChangesSetting(Perceptron):
         super().__init__()
         self.net = self.Tempered()
 
-    def on_train_batch_start(self, batch, batch_idx):
+    def training_step(self, batch, batch_idx):
         self.net.temperature = 1.0 + batch_idx
+        return super().training_step(batch, batch_idx)
 
 
 class WritesWeights(Perceptron):

@@ -20,3 +20,20 @@ def test_the_longest_unused_is_forgotten():
     cache.clear()
     get("c")
     assert made[-2:] == ["c", "c"]
+
+
+def test_versions_of_a_key_hold_at_different_times():
+    cache, made, now = Cache(2, versions=2), [], 1
+
+    def get(key="a"):
+        return cache.get(key, lambda: made.append(now) or now, lambda item: item == now)
+
+    for now in (1, 2, 1, 2, 2):
+        assert get() == now
+    assert made == [1, 2]
+    now = 3
+    assert get() == 3  # 1 is forgotten, for it was used last the longest ago
+    now = 2
+    assert get() == 2 and made == [1, 2, 3]
+    now = 1
+    assert get() == 1 and made[-1] == 1

@@ -237,9 +237,10 @@ def program_with_settings() -> tuple[nn.Module, Program]:
         def __init__(self) -> None:
             super().__init__()
             self.temperature, self.name, self.drop = 0.5, "a", nn.Dropout(0.0)
-            self.limit = float("nan")
+            self.limit, self.unread = float("nan"), 1
 
         def forward(self, x: Tensor) -> Tensor:
+            assert self.name != "" and self.limit != 1
             return self.drop(super().forward(x)) / self.temperature
 
     model = Tempered()
@@ -252,13 +253,14 @@ def program_with_settings() -> tuple[nn.Module, Program]:
         ("", "temperature", 0.7, True),
         ("", "temperature", 0.5, False),
         ("", "name", "b", True),
+        ("", "unread", 2, False),
         ("", "training", False, False),
         ("drop", "p", 0.5, False),
         ("layers.0", "in_features", 3, False),
     ],
 )
 def test_changed_settings(module: str, attribute: str, value: object, changed: bool) -> None:
-    """Leaves run natively, so that only attributes of opened modules are burnt in."""
+    """Leaves run natively, so that only what opened modules read is burnt in."""
     model, program = program_with_settings()
     then = getattr(model.get_submodule(module), attribute)
     setattr(model.get_submodule(module), attribute, value)

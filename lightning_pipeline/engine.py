@@ -55,6 +55,9 @@ class Work(Protocol):
     def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Tensors that ``stage`` receives."""
 
+    def before_messages(self) -> None:
+        """Called once, before the first message is sent or received."""
+
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         """Values for the next stage; the unscaled loss on the last."""
 
@@ -199,8 +202,12 @@ class _Pass:
             "I": self._input_backward,
             "W": self._weight_backward,
         }
+        is_checked = False
         for step in self._order.steps:
             if isinstance(step, Transfer):
+                if not is_checked:
+                    self._work.before_messages()
+                    is_checked = True
                 (self._send if step.sends else self._receive)(step)
                 continue
             self._end_action()

@@ -18,10 +18,8 @@ from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 
 
-def require_same(
-    step: str, batch: Any, mesh: Mesh, device: torch.device, changes: tuple[int, str] = (0, "")
-) -> None:
-    """Makes sure that all ranks of a pipeline begin a step with the same batch and the same plan.
+class SameBatch:
+    """A comparison of what the ranks of a pipeline begin a step with, under way while they begin.
 
     Args:
         step: Name of the step, for messages.
@@ -29,34 +27,58 @@ def require_same(
         mesh: The rank's place, groups built.
         device: The rank's device.
         changes: Checksum of the changes of what forwards read, and the attribute changed last.
-
-    Raises:
-        StepError: If they differ, on every rank; with other shapes some would wait for ever.
     """
-    if mesh.sizes.pipeline == 1:
-        return
-    mark = torch.tensor([checksum(batch), changes[0]], device=device)
-    marks = [torch.empty_like(mark) for _ in mesh.pipeline_ranks]
-    dist.all_gather(marks, mark, mesh.pipeline_group)
-    found = torch.stack(marks).tolist()
-    if any(settings != found[0][1] for _, settings in found):
-        last = f" The last one on this rank was {changes[1]}." if changes[1] else ""
-        raise StepError(
-            f"{step}: attributes that forwards read have changed in another way on each rank of "
-            f"the pipeline, so that their plans would differ.{last} Set them to the same on all "
-            "ranks, in a hook that all ranks run."
-        )
-    sums = dict(zip(mesh.pipeline_ranks, (batch_sum for batch_sum, _ in found), strict=True))
-    others = sorted(rank for rank, got in sums.items() if got != sums[mesh.last_rank])
-    if others:
-        other = others[0] if mesh.global_rank not in others else mesh.global_rank
-        raise StepError(
-            f"{step}: rank {other} and rank {mesh.last_rank} of one pipeline got different batches "
-            f"(checksums {sums[other]} and {sums[mesh.last_rank]}). All ranks of a pipeline must "
-            "draw the same samples: call seed_everything(seed, workers=True), or make the sampler "
-            "and the dataset's augmentation deterministic. Usual causes: a sampler or an "
-            "IterableDataset that depends on the global rank, and workers that seed themselves."
-        )
+
+    def __init__(
+        self,
+        step: str,
+        batch: Any,
+        mesh: Mesh,
+        device: torch.device,
+        changes: tuple[int, str] = (0, ""),
+    ) -> None:
+        self._step, self._mesh, self._last_change = step, mesh, changes[1]
+        self._handle: Any = None
+        if mesh.sizes.pipeline > 1:
+            mark = torch.tensor([checksum(batch), changes[0]], device=device)
+            self._marks = [torch.empty_like(mark) for _ in mesh.pipeline_ranks]
+            self._handle = dist.all_gather(self._marks, mark, mesh.pipeline_group, async_op=True)
+
+    def require(self) -> None:
+        """Waits for it; must come before any other message, which might have other shapes.
+
+        Raises:
+            StepError: If the batches differ, or the plans would, on every rank.
+        """
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.wait()
+        found = torch.stack(self._marks).tolist()
+        if any(settings != found[0][1] for _, settings in found):
+            last = f" The last one on this rank was {self._last_change}."
+            raise StepError(
+                f"{self._step}: attributes that forwards read have changed in another way on each "
+                f"rank of the pipeline, so that their plans would differ."
+                f"{last if self._last_change else ''} Set them to the same on all ranks, in a hook "
+                "that all ranks run."
+            )
+        self._require_batch([batch_sum for batch_sum, _ in found])
+
+    def _require_batch(self, found: list[int]) -> None:
+        mesh = self._mesh
+        sums = dict(zip(mesh.pipeline_ranks, found, strict=True))
+        others = sorted(rank for rank, got in sums.items() if got != sums[mesh.last_rank])
+        if others:
+            other = others[0] if mesh.global_rank not in others else mesh.global_rank
+            raise StepError(
+                f"{self._step}: rank {other} and rank {mesh.last_rank} of one pipeline got "
+                f"different batches (checksums {sums[other]} and {sums[mesh.last_rank]}). All "
+                "ranks of a pipeline must draw the same samples: call seed_everything(seed, "
+                "workers=True), or make the sampler and the dataset's augmentation deterministic. "
+                "Usual causes: a sampler or an IterableDataset that depends on the global rank, "
+                "and workers that seed themselves."
+            )
 
 
 Choose = Callable[[int], tuple[int, int]]

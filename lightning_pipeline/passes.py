@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline.batch import Cut
 from lightning_pipeline.batchnorm import counting
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.loaders import SameBatch
 from lightning_pipeline.logs import LogRecorder
 from lightning_pipeline.merging import Merger, Place, detached, mean
 from lightning_pipeline.metrics import StepMetrics
@@ -52,6 +53,7 @@ class StepPass:
         assigned: What it set other attributes of the module to, likewise.
         losses: Loss of each microbatch with rows, on the last stage of a training pass.
         weights: The weight that the step returned for each of them, ``None`` if it did not.
+        same: The comparison of the ranks' batches, as long as it is under way.
         came: Stage and index of the received values for which a gradient has come back.
     """
 
@@ -74,6 +76,7 @@ class StepPass:
     assigned: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
+    same: SameBatch | None = None
     came: set[tuple[int, int]] = field(default_factory=set)
 
     @property
@@ -92,6 +95,11 @@ class StepPass:
         if not self.trains:
             values = [meta._replace(requires_grad=False) for meta in values]
         return [*values, marks]
+
+    def before_messages(self) -> None:
+        """Makes sure that all ranks have begun with the same batch."""
+        if self.same is not None:
+            self.same.require()
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         """Runs one stage on one microbatch; the loss on the last stage."""

@@ -20,7 +20,7 @@ from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.lazies import initialise
-from lightning_pipeline.loaders import choose_cut, cut_together, loader_levels, require_same
+from lightning_pipeline.loaders import SameBatch, choose_cut, cut_together, loader_levels
 from lightning_pipeline.logs import LogExchange, LogRecorder
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.metrics import StepMetrics
@@ -134,7 +134,7 @@ class Pipeline:
                 if a validation comes first, such that its validation can follow.
             show: Called with the plan.
         """
-        require_same(step, args[0], self._mesh, self._device)
+        SameBatch(step, args[0], self._mesh, self._device).require()
         cut = self._cut(args[0], step, trains=fitting)
         microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
         steps = ["training_step", "validation_step"] if fitting else [step]
@@ -234,9 +234,14 @@ class Pipeline:
             The loss over the batch and what the step returned for the whole batch, equal on all
             ranks of the pipeline.
         """
-        require_same(step, args[0], self._mesh, self._device, self._plans.look())
+        same = SameBatch(step, args[0], self._mesh, self._device, self._plans.look())
         self._trained |= trains
-        work = self._prepare(step, args, trains, scale, accumulated, count)
+        try:
+            work = self._prepare(step, args, trains, scale, accumulated, count)
+        except Exception:
+            same.require()  # which explains more
+            raise
+        work.same = same
         self._computed.inside_step = True
         try:
             blocks = self._blocks() if trains else []

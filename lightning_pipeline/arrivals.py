@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_pipeline.actions import Action
@@ -19,17 +20,23 @@ class Arrivals:
     """
 
     def __init__(self, lists: Sequence[Sequence[Action]]) -> None:
-        place = {action: at for row in lists for at, action in enumerate(row)}
-        backward = {(a.stage, a.microbatch): at for a, at in place.items() if a.op in ("B", "I")}
-        # For each forward, the gradients that its stage has sent and that have arrived by then.
-        self._known: dict[Action, list[int]] = {
-            Action(a.stage + 1, "F", a.microbatch): [
-                m for (stage, m), before in backward.items() if stage == a.stage and before < at
-            ]
-            for a, at in place.items()
-            if a.op == "F"
-        }
+        used: dict[int, list[int]] = defaultdict(list)  # gradients, in the order of their use
+        count: dict[Action, int] = {}  # how many of them, by the forward that follows
+        for row in lists:
+            for stage, op, microbatch in row:
+                if op == "F":
+                    count[Action(stage + 1, "F", microbatch)] = len(used[stage])
+                elif op in ("B", "I"):
+                    used[stage].append(microbatch)
+        known: dict[int, int] = defaultdict(int)
+        self._new: dict[Action, list[int]] = {}
+        for action in (action for row in lists for action in row if action in count):
+            last, known[action.stage] = known[action.stage], max(known[action.stage], count[action])
+            self._new[action] = used[action.stage - 1][last : known[action.stage]]
 
     def before(self, forward: Action) -> list[int]:
-        """Microbatches whose gradients its stage has sent, and that have arrived when it begins."""
-        return self._known.get(forward, [])
+        """Microbatches whose gradients its stage has sent, and that have arrived when it begins.
+
+        Those that an earlier forward of the stage has told are left out.
+        """
+        return self._new.get(forward, [])

@@ -20,19 +20,23 @@ class Arrivals:
     """
 
     def __init__(self, lists: Sequence[Sequence[Action]]) -> None:
-        self._known: dict[Action, list[int]] = {}
+        used: dict[int, list[int]] = defaultdict(list)  # gradients, in the order of their use
+        count: dict[Action, int] = {}  # how many of them, by the forward that follows
         for row in lists:
-            new: dict[int, list[int]] = defaultdict(list)
-            for action in row:
-                if action.op in ("B", "I"):
-                    new[action.stage].append(action.microbatch)
-                elif action.op == "F":
-                    after = Action(action.stage + 1, "F", action.microbatch)
-                    self._known[after] = new.pop(action.stage, [])
+            for stage, op, microbatch in row:
+                if op == "F":
+                    count[Action(stage + 1, "F", microbatch)] = len(used[stage])
+                elif op in ("B", "I"):
+                    used[stage].append(microbatch)
+        known: dict[int, int] = defaultdict(int)
+        self._new: dict[Action, list[int]] = {}
+        for action in (action for row in lists for action in row if action in count):
+            last, known[action.stage] = known[action.stage], max(known[action.stage], count[action])
+            self._new[action] = used[action.stage - 1][last : known[action.stage]]
 
     def before(self, forward: Action) -> list[int]:
-        """Microbatches whose gradients have arrived when it begins, since the forward before.
+        """Microbatches whose gradients its stage has sent, and that have arrived when it begins.
 
-        They are gradients that its own stage has sent.
+        Those that an earlier forward of the stage has told are left out.
         """
-        return self._known.get(forward, [])
+        return self._new.get(forward, [])

@@ -98,9 +98,10 @@ class _Order:
         steps: Actions and messages.
         last_backward: For each stage, the action behind which its weight gradients are complete.
         arrivals: What follows about the messages under way.
-        metas: What each stage receives of each microbatch.
-        parcels: What travels, values and gradients.
         hops: Number of ranks that a gradient goes through, but for the first.
+        sends_back: Stages of this rank that send gradients to another one.
+        metas: What the stages of this rank, and those behind them, receive of each microbatch.
+        parcels: What travels to and from this rank, values and gradients.
         manners: For each stage, how a whole backward is run in two parts, if it is.
     """
 
@@ -108,6 +109,7 @@ class _Order:
     last_backward: dict[int, Action]
     arrivals: Arrivals
     hops: int
+    sends_back: frozenset[int]
     metas: dict[tuple[int, int], list[TensorMeta]] = field(default_factory=dict)
     parcels: dict[_Key, Parcel] = field(default_factory=dict)
     manners: dict[int, dict[str, bool] | None] = field(default_factory=dict)
@@ -151,8 +153,11 @@ class Engine:
         lists = action_lists(self._schedule, *sizes) if work.trains else self._forwards(*sizes)
         steps = lower(lists, self._num_stages)[self._mesh.pipeline_rank]
         last = {a.stage: a for a in steps if isinstance(a, Action) and a.op in "BW"}
-        order = _Order(steps, last, Arrivals(lists), self._num_ranks - 1)
-        for stage in range(self._num_stages):
+        back = (s for s in steps if isinstance(s, Transfer) and s.sends and s.kind == "B")
+        sends_back = frozenset(step.stage + 1 for step in back)
+        order = _Order(steps, last, Arrivals(lists), self._num_ranks - 1, sends_back)
+        stages = {s + behind for s in self._mesh.stages for behind in (0, 1)}
+        for stage in sorted(stages - {self._num_stages}):
             for microbatch in range(work.num_microbatches):
                 metas = work.boundary(stage, microbatch) if stage else []
                 order.metas[stage, microbatch] = metas
@@ -324,11 +329,7 @@ class _Pass:
             seconds, microbatches = self._work.seconds(stage), self._work.num_microbatches
             gained = self._order.hops * seconds / 3
             lost = microbatches * (_SPLIT_LOSS * seconds * 2 / 3 + walk)
-            sends = any(
-                isinstance(step, Transfer) and step.sends and step[1:3] == ("B", stage - 1)
-                for step in self._order.steps
-            )
-            early = sends and gained > lost
+            early = stage in self._order.sends_back and gained > lost
             fused = is_worth_fusing(edges, default_rates(self._device).bytes)
             known[stage] = {"products_alone": not early} if early or fused else None
         return known[stage]

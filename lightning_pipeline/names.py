@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, takewhile
 from typing import TypeAlias
 
@@ -24,19 +24,22 @@ def stage_modules(pieces: Sequence[Sequence[str]]) -> list[list[str]]:
     stages_of: dict[str, set[int]] = {}
     for stage, names in enumerate(pieces):
         for name in names:
-            for prefix in accumulate(name.split("."), "{}.{}".format):
+            for prefix in _prefixes(name):
                 stages_of.setdefault(prefix, set()).add(stage)
+    divided = _divided(name for names in pieces for name in names)
     named = []
     for names in pieces:
         shown: dict[str, None] = {}
         for name in names:
-            prefixes = accumulate(name.split("."), "{}.{}".format)
-            whole = (prefix for prefix in prefixes if len(stages_of[prefix]) == 1)
+            whole = (prefix for prefix in _prefixes(name) if len(stages_of[prefix]) == 1)
             shown[next(whole, name)] = None
-        inner = {name for name in shown if any(other.startswith(name + ".") for other in shown)}
+        inner = _divided(shown)
         outer = [name for name in shown if name and name not in inner]
         named.append(
-            [_marked(name, pieces) if len(stages_of[name]) > 1 else name for name in outer or shown]
+            [
+                _own_code(name) if len(stages_of[name]) > 1 and name in divided else name
+                for name in outer or shown
+            ]
         )
     return named
 
@@ -112,14 +115,15 @@ def partition_names(pieces: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
     """
     if not all(pieces):
         return None
-    before, names = list(pieces[0]), []
+    names = []
+    before = {prefix for name in pieces[0] for prefix in _prefixes(name)}
     for stage in pieces[1:]:
-        prefixes = accumulate(stage[0].split("."), "{}.{}".format) if stage[0] else ()
-        name = next((n for n in prefixes if not any(_is_below(b, n) for b in before)), None)
+        prefixes = _prefixes(stage[0]) if stage[0] else ()
+        name = next((n for n in prefixes if n not in before), None)
         if name is None:
             return None
         names.append(name)
-        before += stage
+        before.update(prefix for name in stage for prefix in _prefixes(name))
     return tuple(names)
 
 
@@ -134,14 +138,22 @@ def cut_places(pieces: Sequence[Sequence[str]]) -> tuple[str, ...]:
         pieces: For each stage, the dotted module name of every piece, in order.
     """
     order = [name for stage in pieces for name in stage]
-    own = {name for name in set(order) if _marked(name, pieces) != name}
+    own = _divided(order)
+    before, behind = _nearest(order, own), _nearest(order[::-1], own)[::-1]
     places = []
     for cut in accumulate(len(stage) for stage in pieces[:-1]):
-        before, behind = ([n for n in part if n not in own] for part in (order[:cut], order[cut:]))
-        left = [*before[-1:], *(["..."] if cut and order[cut - 1] in own else [])]
-        right = [*(["..."] if cut < len(order) and order[cut] in own else []), *behind[:1]]
+        left = [*before[cut], *(["..."] if cut and order[cut - 1] in own else [])]
+        right = [*(["..."] if cut < len(order) and order[cut] in own else []), *behind[cut]]
         places.append(" ".join([*left, "|", *right]))
     return tuple(places)
+
+
+def _nearest(order: Sequence[str], own: set[str]) -> list[list[str]]:
+    """Before each place in an order, the last name that is not in ``own``, if there is one."""
+    nearest: list[list[str]] = [[]]
+    for name in order:
+        nearest.append(nearest[-1] if name in own else [name])
+    return nearest
 
 
 def common_prefix(names: Sequence[str]) -> str:
@@ -164,11 +176,16 @@ def common_prefix(names: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def _marked(name: str, pieces: Sequence[Sequence[str]]) -> str:
-    """The name of a piece, and that it is a module's own code if the module has other pieces."""
-    others = any(_is_below(other, name) and other != name for names in pieces for other in names)
-    return f"{name} (own code)".strip() if others else name
+def _prefixes(name: str) -> Iterator[str]:
+    """The modules around a module, outermost first, and the module."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
-def _is_below(name: str, module: str) -> bool:
-    return not module or name == module or name.startswith(f"{module}.")
+def _divided(names: Iterable[str]) -> set[str]:
+    """The modules, the outermost ``""`` among them, that others of ``names`` are inside of."""
+    return {around for name in names if name for around in ("", *[*_prefixes(name)][:-1])}
+
+
+def _own_code(name: str) -> str:
+    """The name of a piece that is the own code of a module with other pieces."""
+    return f"{name} (own code)".strip()

@@ -54,11 +54,12 @@ class Liveness:
             # an input that is written in place differs from what the other stages have
             self.values[value_id].local = self.values[value_id].storage not in self.dirty
         limit = LOCAL_FLOPS_SHARE * (sum(node.work.flops for node in self.nodes) or 1.0)
+        bound = parameters | self.dirty_state
         for node in self.nodes:
             node.local = (
                 node.work.flops < limit
                 and self._is_pure(node)
-                and not (set(node.state) & (parameters | self.dirty_state))
+                and bound.isdisjoint(node.state)
                 and all(self.values[value].local for value in node.operands)
                 and not any(self.values[value].requires_grad for _, value in node.outputs)
             )
@@ -106,13 +107,15 @@ class Liveness:
         num_pieces = len(self.pieces)
         legal = np.ones(num_pieces + 1, bool)
         users: dict[int | str, list[int]] = {}
+        writers: dict[int, list[int]] = {}
         for piece, index in enumerate(self.pieces):
             for key in self._touched(self.nodes[index]):
                 users.setdefault(key, []).append(piece)
-        for storage in self.dirty:
-            writers = [p for p, i in enumerate(self.pieces) if storage in self.nodes[i].writes]
-            first = min(users.get(storage, []) + writers)
-            legal[first + 1 : max(writers) + 1] = False
+            for storage in self.nodes[index].writes:
+                writers.setdefault(storage, []).append(piece)
+        for storage, pieces in writers.items():
+            first = min(users.get(storage, []) + pieces)
+            legal[first + 1 : max(pieces) + 1] = False
         for name in self.dirty_state:
             legal[users[name][0] + 1 : users[name][-1] + 1] = False
         drawn: dict[int, list[int]] = {}

@@ -10,11 +10,9 @@ import numpy as np
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.splitting.balance import Balance
 
 Allowed = Sequence[frozenset[int] | None]
-
-TOLERANCE = 1e-9
-"""Relative difference below which two largest stages count as equal."""
 
 
 def partition(
@@ -55,71 +53,21 @@ def partition(
     crossing = np.asarray(bytes_at, float)[positions].copy()
     crossing[0] = 0.0
     ahead = np.concatenate([[0.0], np.cumsum(costs)])[positions]
-    work = ahead[None, :] - ahead[:, None]
-    work[np.tril_indices(len(positions), -1)] = np.inf  # stages do not run backwards
-    arriving = work + seconds_per_byte * crossing[:, None]
-    middle = arriving + seconds_per_byte * crossing[None, :]
-    loads = [middle] * (num_stages - 1) + [arriving]
+    runs = np.zeros((num_stages, len(positions)), int)
     if allowed is not None:
-        loads = [
-            np.where(_forbidden(allowed, positions, stage), np.inf, load)
-            for stage, load in enumerate(loads)
-        ]
-    limit = _smallest_maximum(loads)
-    cuts = _cheapest(loads, limit * (1 + TOLERANCE), crossing, work)
-    return [int(positions[cut]) for cut in cuts]
+        runs = _runs(allowed, num_stages)[:, positions]
+    return [int(positions[cut]) for cut in Balance(ahead, crossing, runs, seconds_per_byte).cut()]
 
 
-def _forbidden(allowed: Allowed, positions: np.ndarray, stage: int) -> np.ndarray:
-    """bool [K, K]: whether a piece between two positions may not be on ``stage``."""
-    bad = [stages is not None and stage not in stages for stages in allowed]
-    count = np.concatenate([[0], np.cumsum(bad)])[positions]
-    return count[None, :] != count[:, None]
-
-
-def _smallest_maximum(loads: list[np.ndarray]) -> float:
-    """The least possible largest load of a stage, over all ways to cut."""
-    best = loads[0][0]
-    for load in loads[1:]:
-        best = np.maximum(best[:, None], load).min(axis=0)
-    return float(best[-1])
-
-
-def _cheapest(
-    loads: list[np.ndarray], limit: float, crossing: np.ndarray, work: np.ndarray
-) -> list[int]:
-    """Cuts (as indices of positions) with no load above ``limit`` that are best otherwise."""
-    count = len(crossing)
-    empty = 1.0 + crossing.max() * len(loads)  # more than all bytes of any way to cut
-    total = np.full(count, np.inf)
-    uneven = np.full(count, np.inf)
-    total[0] = uneven[0] = 0.0
-    steps = []
-    pairs: tuple[np.ndarray, np.ndarray] | None = None
-    for stage, load in enumerate(loads):
-        if pairs is None or load is not loads[stage - 1]:
-            end, begin = np.nonzero((load <= limit).T)  # sorted by end
-            pairs = begin, end
-        begin, end = pairs
-        groups = np.flatnonzero(np.r_[True, end[1:] != end[:-1]])
-        ends, sizes = end[groups], np.diff(np.r_[groups, len(end)])
-        # the bytes of a cut count once, with the stage that receives them
-        nbytes = total[begin] + (crossing[begin] if stage else 0.0) + empty * (begin == end)
-        squares = uneven[begin] + work[begin, end] ** 2
-        least = np.minimum.reduceat(nbytes, groups)
-        squares[nbytes > np.repeat(least, sizes)] = np.inf
-        evenest = np.minimum.reduceat(squares, groups)
-        hits = np.flatnonzero(squares == np.repeat(evenest, sizes))
-        came_from = np.zeros(count, int)
-        came_from[end[hits[::-1]]] = begin[hits[::-1]]  # the first one wins
-        steps.append(came_from)
-        total, uneven = np.full(count, np.inf), np.full(count, np.inf)
-        total[ends], uneven[ends] = least, evenest
-    cuts, position = [], count - 1
-    for came_from in reversed(steps[1:]):
-        position = int(came_from[position])
-        cuts.append(position)
-    return cuts[::-1]
+def _runs(allowed: Allowed, num_stages: int) -> np.ndarray:
+    """int [S, N + 1]: for each stage, how many pieces before each place may not be on it."""
+    kinds: dict[frozenset[int] | None, int] = {}
+    kind = np.array([kinds.setdefault(stages, len(kinds)) for stages in allowed], int)
+    forbidden = np.zeros((num_stages, len(kinds)), int)
+    for stages, number in kinds.items():
+        if stages is not None:
+            forbidden[:, number] = [stage not in stages for stage in range(num_stages)]
+    return np.pad(np.cumsum(forbidden[:, kind], axis=1), ((0, 0), (1, 0)))
 
 
 def _check_reachable(allowed: Allowed, legal: np.ndarray, num_stages: int) -> None:

@@ -7,7 +7,9 @@ teacher.parameters())`, so that the two of each pair must be on the same stage.
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -32,21 +34,26 @@ def find_twins(module: LightningModule, survey: Survey) -> dict[str, str]:
     """
     canonical = canonical_names(module)
     modules = [(n, m) for n, m in _upper(module, "", _DEPTH) if any(True for _ in m.parameters())]
-    trained = frozenset(
-        name
+    used = _trained(survey)
+    trained = {
+        prefix
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and canonical[name] in _trained(survey)
-    )
-    has_trained = {n: any(t.startswith(n + ".") for t in trained) for n, _ in modules}
+        if parameter.requires_grad and canonical[name] in used
+        for prefix in accumulate(name.split("."), "{}.{}".format)
+    }
+    copies = [(name, m) for name, m in modules if name not in trained]
+    originals: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for name, m in modules if copies else ():
+        if name in trained:
+            originals[_structure(m)].append(name)
     twins: dict[str, str] = {}
-    for name, copied in modules:
-        if has_trained[name] or _name_of(copied, name, canonical)[0] in twins:
-            continue  # trained itself, or inside a module that has been matched
-        kind = _structure(copied)
-        originals = [n for n, m in modules if has_trained[n] and _structure(m) == kind]
-        if not originals:
+    for name, copied in copies:
+        if _name_of(copied, name, canonical)[0] in twins:
+            continue  # inside a module that has been matched
+        found = originals.get(_structure(copied))
+        if found is None:
             continue
-        original = max(originals, key=lambda n: difflib.SequenceMatcher(None, n, name).ratio())
+        original = max(found, key=lambda n: difflib.SequenceMatcher(None, n, name).ratio())
         pairs = zip(
             _name_of(copied, name, canonical),
             _name_of(module.get_submodule(original), original, canonical),

@@ -15,7 +15,8 @@ The names of autograd's nodes and of what they save are those of torch 2.13.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -149,7 +150,8 @@ def split_backward(
     if not now or not wanted:
         return [None] * len(inputs), Deferred([], rest)
     edges, grads = zip(*now, strict=True)
-    found = list(torch.autograd.grad(edges, wanted, grads, allow_unused=True))
+    with _noted(uses) as noted:
+        found = list(torch.autograd.grad(edges, wanted, grads, allow_unused=True))
 
     def take(number: int) -> list[Tensor | None]:
         taken = found[:number]
@@ -164,9 +166,31 @@ def split_backward(
                 hook(leaf)
     pairs = zip(walk.cut, take(len(walk.cut)), strict=True)
     rest += [(edge, grad) for edge, grad in pairs if grad is not None]
-    later = [(use, grad) for use, grad in zip(uses, found, strict=True) if grad is not None]
+    # Where an operation ran, what came to it behind the user's hooks on its output.
+    came = [noted.get(use.node, grad) for use, grad in zip(uses, found, strict=True)]
+    later = [(use, grad) for use, grad in zip(uses, came, strict=True) if grad is not None]
     later.sort(key=lambda pair: -pair[0].node._sequence_nr())
     return of_inputs, Deferred(later, rest)
+
+
+@contextmanager
+def _noted(uses: Sequence[Use]) -> Iterator[dict[Node, Tensor]]:
+    """Notes what comes to operations that autograd runs in the block."""
+    noted: dict[Node, Tensor] = {}
+
+    def note(node: Node) -> Callable[[tuple[Tensor, ...]], None]:
+        def hook(grads: tuple[Tensor, ...]) -> None:
+            if grads[0] is not None:
+                noted[node] = grads[0]
+
+        return hook
+
+    handles = [use.node.register_prehook(note(use.node)) for use in uses]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Walk:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from lightning_pipeline.steps.pending import TensorMeta
 
 
+def as_it_is(tensor: Tensor) -> Tensor:
+    """``tensor`` with the conjugations and signs that torch has put off."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 class _Boundary(torch.autograd.Function):
     """An alias that autograd does not know as a view, dense in both directions.
 
@@ -23,7 +28,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        dense = tensor.contiguous()
+        dense = as_it_is(tensor).contiguous()
         alias = dense.new_empty(0)
         return alias.set_(
             dense.untyped_storage(), dense.storage_offset(), dense.size(), dense.stride()
@@ -37,7 +42,7 @@ class _Boundary(torch.autograd.Function):
 def cross(tensor: Tensor) -> Tensor:
     """``tensor`` as a stage gets it: dense, no view, in the same autograd graph."""
     if not tensor.requires_grad:
-        return tensor.detach().contiguous()
+        return as_it_is(tensor.detach()).contiguous()
     return _Boundary.apply(tensor)
 
 

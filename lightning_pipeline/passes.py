@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,8 @@ class StepPass:
 
     @property
     def key(self) -> Hashable:
-        return tuple(microbatch.plan for microbatch in self.microbatches)
+        # weakly: plans that have been made anew are to go
+        return tuple(weakref.ref(microbatch.plan) for microbatch in self.microbatches)
 
     def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Tensors that ``stage`` receives: its carried values, then the fingerprints."""

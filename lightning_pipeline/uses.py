@@ -140,28 +140,35 @@ def _can_wait(leaf: Tensor) -> bool:
     )
 
 
-def _saved(raw: Any) -> Tensor | None:
-    """What a node has saved; ``None`` if it has gone elsewhere, as checkpointing makes it."""
-    return raw.data if raw.unpack_hook is None else None
+def _saved(node: Any, name: str) -> Tensor | None:
+    """What a node has saved; ``None`` if it has gone elsewhere, as checkpointing makes it.
+
+    Raises:
+        RuntimeError: Autograd's, if it has been written to since.
+    """
+    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
+        return None
+    saved: Tensor | None = getattr(node, f"_saved_{name}")
+    return saved
 
 
-def _bias(node: Node | None) -> tuple[list[Target], list[Node]]:
-    """The bias, and the edge to follow instead if it is none that can wait."""
+def _bias(node: Node | None, size: int) -> tuple[list[Target], list[Node]]:
+    """The bias of ``size`` outputs, and the edge to follow instead if it cannot wait."""
     if node is None:
         return [], []
     target = _target(node)
-    if target is None or target.transposed or target.parameter.dim() != 1:
+    if target is None or target.transposed or target.parameter.shape != (size,):
         return [], [node]
     return [target], []
 
 
 def _product(
-    node: Node, weight: Target | None, raw: Any, bias: Node | None, data: Node | None
+    node: Node, weight: Target | None, factor: str, bias: Node | None, data: Node | None
 ) -> Use | None:
-    given = None if weight is None else _saved(raw())
+    given = None if weight is None else _saved(node, factor)
     if weight is None or given is None:
         return None
-    biases, following = _bias(bias)
+    biases, following = _bias(bias, weight.parameter.shape[0 if weight.transposed else 1])
 
     def gradients(grad: Tensor, given: Tensor) -> list[Tensor]:
         found = [torch.mm(*_order(weight, grad, given))]
@@ -175,12 +182,12 @@ def _addmm(node: Any) -> Use | None:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     (bias, _), (data, _), (weight, _) = node.next_functions
-    return _product(node, _target(weight), lambda: node._raw_saved_mat1, bias, data)
+    return _product(node, _target(weight), "mat1", bias, data)
 
 
 def _mm(node: Any) -> Use | None:
     (data, _), (weight, _) = node.next_functions
-    return _product(node, _target(weight), lambda: node._raw_saved_self, None, data)
+    return _product(node, _target(weight), "self", None, data)
 
 
 def _convolution(node: Any) -> Use | None:
@@ -188,14 +195,16 @@ def _convolution(node: Any) -> Use | None:
     weight = _target(weight_edge)
     if weight is None or weight.transposed:
         return None
-    given, used = _saved(node._raw_saved_input), _saved(node._raw_saved_weight)
+    given, used = _saved(node, "input"), _saved(node, "weight")
     if given is None or used is None:
         return None
-    biases, following = _bias(bias)
     manner = (
         *(node._saved_stride, node._saved_padding, node._saved_dilation),
         *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
     )
+    first, second = weight.parameter.shape[:2]
+    size = second * node._saved_groups if node._saved_transposed else first
+    biases, following = _bias(bias, size)
     sizes = list(biases[0].parameter.shape) if biases else None
     wanted = [False, True, bool(biases)]
 
@@ -237,7 +246,7 @@ def _embedding(node: Any) -> Use | None:
         return None
     if node._saved_sparse or node._saved_scale_grad_by_freq:
         return None
-    indices = _saved(node._raw_saved_indices)
+    indices = _saved(node, "indices")
     if indices is None:
         return None
     count = weight.parameter.shape[0]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.boundary import as_it_is
 from lightning_pipeline.steps.pending import TensorMeta
 
 PACKED = 1 << 16
@@ -41,7 +42,7 @@ class Parcel:
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The messages that carry ``tensors``."""
-        messages = [tensors[i].detach().contiguous() for i in self._large]
+        messages = [as_it_is(tensors[i].detach()).contiguous() for i in self._large]
         if self._small:
             box = torch.empty(self._size, dtype=torch.uint8, device=tensors[0].device)
             for place, tensor in zip(self._open(box), self._packed(tensors), strict=True):
@@ -64,7 +65,9 @@ class Parcel:
         """The tensors in messages that have arrived."""
         found = dict(zip(self._large, messages, strict=False))
         if self._small:
-            found.update(zip(self._small, self._open(messages[-1]), strict=True))
+            # each counts its own writes, although they share memory
+            opened = [place.data for place in self._open(messages[-1])]
+            found.update(zip(self._small, opened, strict=True))
         return [found[i] for i in range(len(self._metas))]
 
     def _open(self, box: Tensor) -> list[Tensor]:

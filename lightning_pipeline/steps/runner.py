@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.batch import copied
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.splitting import is_elsewhere
 from lightning_pipeline.splitting.ambient import ambient_settings
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.steps.analyst import PLAIN, signature_of
@@ -159,7 +160,7 @@ class Runner:
         inner = None if is_last else self._strictly_inside(plan)
         if inner is not None:
             with self.context():
-                self._run_part(plan.calls[inner], inner, microbatch, progress, ())
+                self._run_part(plan.calls[inner], inner, microbatch, progress, None)
             return self._give(plan, progress), None
         returned = self._run_step(microbatch, progress, is_last)
         return (None, returned) if is_last else (self._give(plan, progress), None)
@@ -182,11 +183,21 @@ class Runner:
         for known in plan.carried[after]:
             complete = plan.cuts[known.call][after] == plan.calls[known.call].num_pieces
             source = progress.results if complete else progress.live
-            values.append(source[known.call][known.key])
+            values.append(self._apart(source[known.call][known.key]))
         marks = torch.full((len(plan.calls),), math.nan, dtype=torch.float64, device=self.device)
         if progress.marks:
             marks[: len(progress.marks)] = torch.stack([m.to(self.device) for m in progress.marks])
         return (*values, marks)
+
+    def _apart(self, value: Tensor) -> Tensor:
+        """``value``, copied if it is a buffer, to which the next microbatch may write."""
+        if value.requires_grad or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage().data_ptr()
+        buffers = (b for b in self.module.buffers() if not is_elsewhere(b))
+        if any(b.untyped_storage().data_ptr() == storage for b in buffers):
+            return value.clone()
+        return value
 
     def _strictly_inside(self, plan: StepPlan) -> int | None:
         """The call that this stage is a middle part of, if that part needs nothing of the step."""
@@ -404,7 +415,8 @@ class Runner:
         plan = microbatch.plan
         program = call.program
         assert program is not None
-        changed = program.changed_settings() if microbatch.compares else ()
+        # Without arguments no code of the step has run on this stage.
+        changed = program.changed_settings() if inputs is not None else ()
         if changed:
             where, attribute, before, now = changed[0]
             path = ".".join(part for part in (call.name, where, attribute) if part)
@@ -419,7 +431,7 @@ class Runner:
         # The rest of a cut call draws numbers of its own: the first part's would repeat its masks.
         seed_all(mix(microbatch.seed, index, self.stage if low else 0, 1), self.device)
         part = plan.part(index, self.stage)
-        used = [value if at in part.positions else None for at, value in enumerate(inputs)]
+        used = [value if at in part.positions else None for at, value in enumerate(inputs or ())]
         out = self._run(plan, index, part.function, (carried, used), {}, progress)
         if high == call.num_pieces:
             self._finish(call, index, out, progress)

@@ -65,6 +65,22 @@ def padded():
     return nn.Embedding(5, WIDTH, padding_idx=0)
 
 
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(1))
+
+
+def changed(y):
+    y.register_hook(lambda grad: grad.clamp(-0.5, 0.5) * 3)
+    return y
+
+
+def in_front(y):
+    y.grad_fn.register_prehook(lambda grads: (2 * grads[0],))
+    return y
+
+
 def frozen(layer, name):
     getattr(layer, name).requires_grad_(False)
     return layer
@@ -184,6 +200,26 @@ def stages():
         "hook behind the accumulation of a norm": (
             stage(lambda m, x: m.n(x), n=listened(nn.LayerNorm(WIDTH))),
             0,
+        ),
+        "hook on an output": (
+            stage(lambda m, x: changed(m.b(changed(m.a(x)).relu())), a=linear(), b=linear()),
+            2,
+        ),
+        "hook on the output of a first layer": (
+            stage(lambda m, x: m.b(changed(m.a(x.detach())).relu()), a=linear(), b=linear()),
+            2,
+        ),
+        "hook on the output of a convolution": (
+            stage(
+                lambda m, x: changed(m.c(x.view(2, 3, 2, 2))).relu(),
+                c=nn.Conv2d(3, 5, 2, padding=1),
+            ),
+            1,
+        ),
+        "hook in front of an operation": (stage(lambda m, x: in_front(m.a(x)), a=linear()), 1),
+        "bias of one number": (
+            stage(lambda m, x: torch.addmm(m.one.value, x, m.a.weight), a=linear(), one=One()),
+            1,
         ),
         "own function": (stage(lambda m, x: Noted.apply(m.a(x), "x"), a=linear()), 1),
         "checkpoint": (
@@ -352,6 +388,16 @@ def test_an_input_written_to_in_between_is_an_error():
         given.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         deferred.run()
+
+
+def test_what_was_written_to_since_the_forward_is_an_error():
+    embedding, layer = nn.Embedding(5, WIDTH), linear()
+    ids, x = torch.tensor([0, 3, 1]), torch.randn(3, WIDTH)
+    for change in (ids.zero_, lambda: x.add_(1)):
+        out = embedding(ids) + layer(x)
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            split_backward([(get_gradient_edge(out), torch.ones_like(out))], [])
 
 
 def test_gradients_of_weights_are_their_own_memory():

@@ -17,6 +17,8 @@ from lightning_pipeline.boundary import cross, leaves_of
         lambda x: (x * 2)[1:],
         lambda x: (x * 2).expand(2, 3, 4, 5),
         lambda x: x * 2,
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
     ],
 )
 def test_what_crosses_is_dense_no_view_and_in_the_graph(make):
@@ -25,7 +27,7 @@ def test_what_crosses_is_dense_no_view_and_in_the_graph(make):
     crossed = cross(y)
     assert torch.equal(crossed, y)
     assert crossed.is_contiguous() and not crossed._is_view()
-    weights = torch.randn(crossed.shape)
+    weights = torch.randn(crossed.shape, dtype=crossed.dtype)
     [own] = torch.autograd.grad(crossed, x, weights, retain_graph=True)
     [direct] = torch.autograd.grad(y, x, weights)
     assert torch.equal(own, direct)

@@ -18,6 +18,7 @@ SMALL = [
     torch.tensor(1.5, dtype=torch.float64),
     torch.empty(0, 4),
     torch.randn(4, 6).t(),
+    torch.randn(3, dtype=torch.complex64).conj(),
 ]
 
 
@@ -43,3 +44,8 @@ def test_what_arrives_is_what_was_sent(tensors, messages):
     arrived = Parcel(metas).unpack(room)
     for tensor, found in zip(tensors, arrived, strict=True):
         assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+        versions = [other._version for other in arrived]
+        found += 0 if found.dtype != torch.bool else False
+        assert [o._version for o in arrived if o is not found] == [
+            v for v, o in zip(versions, arrived, strict=True) if o is not found
+        ]

@@ -101,13 +101,75 @@ def test_partition_names_the_piece_that_cannot_be_placed() -> None:
         )
 
 
-@pytest.mark.parametrize(("num_pieces", "limit"), [(400, 1.0), (2000, 5.0)])
-def test_partition_is_fast(num_pieces: int, limit: float) -> None:
+def best_price(
+    costs: np.ndarray, legal: np.ndarray, bytes_at: np.ndarray, num_stages: int
+) -> tuple[float, int, float, float]:
+    """What `price` says of the best cut, from tables over all pairs of places."""
+    places = [int(place) for place in np.flatnonzero(legal)]
+    crossing, ahead = [0.0, *bytes_at[1:]], np.r_[0.0, np.cumsum(costs)]
+
+    def load(i: int, j: int, stage: int) -> float:
+        leaves = crossing[j] if stage < num_stages - 1 else 0.0
+        return float(ahead[j] - ahead[i] + SECONDS_PER_BYTE * (crossing[i] + leaves))
+
+    largest = {0: 0.0}
+    for stage in range(num_stages):
+        largest = {
+            j: min(max(largest[i], load(i, j, stage)) for i in places if i <= j and i in largest)
+            for j in places
+        }
+    best = {0: (0, 0.0, 0.0)}
+    for stage in range(num_stages):
+        ways: dict[int, list[tuple[int, float, float]]] = {}
+        for i, (empty, nbytes, squares) in best.items():
+            for j in places:
+                if i <= j and load(i, j, stage) <= largest[len(costs)] * (1 + 1e-9):
+                    unevenness = squares + float(ahead[j] - ahead[i]) ** 2
+                    received = nbytes + (crossing[i] if stage else 0.0)
+                    ways.setdefault(j, []).append((empty + (i == j), received, unevenness))
+        best = {j: min(found) for j, found in ways.items()}
+    return largest[len(costs)], *best[len(costs)]
+
+
+@pytest.mark.parametrize("heavy", [0.0, 0.3])
+@pytest.mark.parametrize("seed", range(10))
+def test_long_sequences_are_cut_exactly(seed: int, heavy: float) -> None:
+    rng = np.random.default_rng(seed)
+    num_layers, num_stages = int(rng.integers(8, 16)), int(rng.integers(3, 12))
+    costs = np.tile(rng.random(4), num_layers) if seed % 2 else rng.random(4 * num_layers)
+    costs[-1 if seed % 4 < 2 else 0] += heavy * costs.sum()
+    legal = rng.random(len(costs) + 1) > 0.1
+    legal[[0, -1]] = True
+    bytes_at = np.r_[np.tile(rng.integers(0, 20, 4), num_layers), 9].astype(float)
+    arguments = costs, legal, bytes_at, num_stages
+    cuts = partition(*arguments, seconds_per_byte=SECONDS_PER_BYTE)
+    assert all(legal[cut] for cut in cuts)
+    assert price(tuple(cuts), costs, bytes_at) == pytest.approx(best_price(*arguments))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("heavy", [0.0, 0.1, 0.5])
+def test_partition_grows_with_pieces_and_not_their_square(heavy: float, placed: bool) -> None:
+    """Twenty thousand pieces: tables of all pairs would be 400 million numbers each."""
+    num_pieces, num_stages = 20_000, 64
     rng = np.random.default_rng(0)
-    costs, bytes_at = rng.random(num_pieces), rng.integers(1, 9, num_pieces + 1).astype(float)
-    start = time.process_time()
-    partition(costs, np.ones(num_pieces + 1, bool), bytes_at, 16, seconds_per_byte=1e-3)
-    assert time.process_time() - start < limit
+    costs = np.tile(rng.random(5), num_pieces // 5)
+    costs[-1] += heavy * costs.sum()
+    bytes_at = np.r_[np.tile([8.0, 8, 16, 16, 24], num_pieces // 5), 8]
+    stage_of = np.arange(num_pieces) * num_stages // num_pieces
+    allowed = [None if p % 5 > 2 else frozenset({int(s)}) for p, s in enumerate(stage_of)]
+    legal = np.ones(num_pieces + 1, bool)
+    start = time.thread_time()
+    cuts = partition(
+        costs,
+        legal,
+        bytes_at,
+        num_stages,
+        seconds_per_byte=1e-5,
+        allowed=allowed if placed else None,
+    )
+    assert time.thread_time() - start < 10.0
+    assert len(cuts) == num_stages - 1
 
 
 NAMES = ["embed", "blocks.0", "blocks.1.a", "blocks.1.b", "blocks.2", "blocks.3", "", "head"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -385,7 +386,8 @@ class Recorder(TorchFunctionMode):
 
     def is_whole(self, name: str) -> bool:
         """Whether a module is, or is inside, a submodule that was called as a leaf."""
-        return any(name == leaf or name.startswith(f"{leaf}.") for leaf in self.called_leaves)
+        prefixes = accumulate(name.split("."), "{}.{}".format)
+        return any(prefix in self.called_leaves for prefix in prefixes)
 
     def _value_dependent(self, error: Exception, name: str | None = None) -> SplitError:
         refused = self.tape.fail(

@@ -7,12 +7,13 @@ from lightning_pipeline.steps.dependence import gradient_missing
 from lightning_pipeline.steps.execution import Manner, compiled
 from lightning_pipeline.steps.handmade import HandMade
 from lightning_pipeline.steps.leftovers import modes_of
+from lightning_pipeline.steps.microbatch import Microbatch
 from lightning_pipeline.steps.patches import patched
 from lightning_pipeline.steps.pending import TensorMeta
 from lightning_pipeline.steps.placement import PartitionSpec, Placement, place
 from lightning_pipeline.steps.plan import StepPlan, describe_calls, plan_step
 from lightning_pipeline.steps.recomputing import recomputed_blocks
-from lightning_pipeline.steps.runner import Microbatch, Runner
+from lightning_pipeline.steps.runner import Runner
 from lightning_pipeline.steps.streams import (
     kept_random_state,
     mix,

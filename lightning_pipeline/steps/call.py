@@ -83,6 +83,27 @@ class Call:
         flat = [leaf(position, known) for position, known in enumerate(self.outputs)]
         return pytree.tree_unflatten(flat, self.output_spec)
 
+    def may_train(self, key: int, complete: bool) -> bool:
+        """Whether a value may need a gradient, or would do so in vain.
+
+        Args:
+            key: Position among the outputs, or id of the program's value.
+            complete: Whether it is an output.
+        """
+        if not self.trains or (complete and key in self.dropped):
+            return True
+        if complete:
+            return bool(self.outputs[key].requires_grad)
+        assert self.program is not None
+        return self.program.values[key].requires_grad
+
+    def trains_now(self) -> StepError:
+        """The error for a value that needs a gradient and did not when it was planned."""
+        return StepError(
+            f"{self.label} gives a tensor that needs a gradient; when it was planned, what it gave "
+            f"did not, so no gradient would come back. {SAME_DEPENDENCE}"
+        )
+
     def other_arguments(self, given: Signature) -> StepError:
         """The error for arguments that the module was not cut for."""
         then = self.signature

@@ -35,73 +35,19 @@ from lightning_pipeline.steps.attributes import (
     take_off,
 )
 from lightning_pipeline.steps.call import Call
-from lightning_pipeline.steps.dependence import Undone
 from lightning_pipeline.steps.execution import Execution, Manner
+from lightning_pipeline.steps.microbatch import Microbatch, Progress, fingerprint
 from lightning_pipeline.steps.patches import past_compilation, patched, present, silenced
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, seed_all
 
-_SAMPLES = 16
 _Changes = list[tuple[object, str, Any]]
 _Interception = tuple[_Changes, list[tuple[nn.Module, Any]]]
 
 
 class StageDone(BaseException):
     """Stops the user's step; no Exception, so that `except Exception` does not catch it."""
-
-
-@dataclass
-class Microbatch:
-    """One microbatch of a pass.
-
-    Attributes:
-        batch: The step's first argument.
-        rest: Its further arguments.
-        plan: What each stage does with it.
-        seed: Seed of the step's random numbers, equal on every stage.
-        log: Replaces ``LightningModule.log`` on the last stage.
-        starts: Attributes of the LightningModule that it starts from.
-        compares: Whether stages compare the arguments of calls that they have in common.
-    """
-
-    batch: Any
-    rest: tuple[Any, ...]
-    plan: StepPlan
-    seed: int
-    log: Callable[..., None] | None
-    starts: dict[str, Any] = field(default_factory=dict)
-    compares: bool = True
-
-
-def fingerprint(args: Any) -> Tensor:
-    """A number that nearly always differs when two stages compute different arguments."""
-    total = torch.zeros((), dtype=torch.float64)
-    for position, tensor in enumerate(tensors(args)):
-        if not tensor.numel():
-            continue
-        flat = tensor.detach().reshape(-1)
-        samples = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-        samples = (
-            torch.view_as_real(samples).sum(-1) if samples.is_complex() else samples
-        ).double()
-        factors = torch.arange(1, samples.numel() + 1, dtype=torch.float64, device=samples.device)
-        total = total.to(samples.device) + (samples * factors).sum() * (position + 1)
-    return total
-
-
-@dataclass
-class _Progress:
-    """State of one run of the step on one stage."""
-
-    results: dict[int, dict[int, Tensor]]
-    live: dict[int, dict[int, Tensor]]
-    marks: list[Tensor]
-    num_calls: int = 0
-    busy: bool = False
-    ambient: tuple[Any, ...] = ()
-    undone: Undone = field(default_factory=Undone)
-    unpatched: list[tuple[object, str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -133,7 +79,7 @@ class Runner:
     _interceptors: WeakKeyDictionary[StepPlan, _Interception] = field(
         default_factory=WeakKeyDictionary
     )
-    _running: tuple[Microbatch, _Progress] | None = None
+    _running: tuple[Microbatch, Progress] | None = None
 
     def __post_init__(self) -> None:
         self._execute = Execution(self.module, self.device, self.manner)
@@ -169,21 +115,23 @@ class Runner:
         """Lets go of what the last run of the step has left, and of its activations."""
         self.appended, self.assigned = {}, {}
 
-    def _receive(self, plan: StepPlan, carried: tuple[Tensor, ...], compares: bool) -> _Progress:
-        progress = _Progress({}, {}, list(carried[-1]) if self.stage and compares else [])
+    def _receive(self, plan: StepPlan, carried: tuple[Tensor, ...], compares: bool) -> Progress:
+        progress = Progress({}, {}, list(carried[-1]) if self.stage and compares else [])
         for known, tensor in zip(plan.carried[self.stage], carried, strict=False):
             complete = plan.cuts[known.call][self.stage] == plan.calls[known.call].num_pieces
             values = progress.results if complete else progress.live
             values.setdefault(known.call, {})[known.key] = tensor
         return progress
 
-    def _give(self, plan: StepPlan, progress: _Progress) -> tuple[Tensor, ...]:
+    def _give(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, ...]:
         after = self.stage + 1
         values = []
         for known in plan.carried[after]:
             complete = plan.cuts[known.call][after] == plan.calls[known.call].num_pieces
-            source = progress.results if complete else progress.live
-            values.append(self._apart(source[known.call][known.key]))
+            value = (progress.results if complete else progress.live)[known.call][known.key]
+            if value.requires_grad and not plan.calls[known.call].may_train(known.key, complete):
+                raise plan.calls[known.call].trains_now()
+            values.append(self._apart(value))
         marks = torch.full((len(plan.calls),), math.nan, dtype=torch.float64, device=self.device)
         if progress.marks:
             marks[: len(progress.marks)] = torch.stack([m.to(self.device) for m in progress.marks])
@@ -210,7 +158,7 @@ class Runner:
             return None
         return here[0]
 
-    def _run_step(self, microbatch: Microbatch, progress: _Progress, is_last: bool) -> Any:
+    def _run_step(self, microbatch: Microbatch, progress: Progress, is_last: bool) -> Any:
         plan, module = microbatch.plan, self.module
         batch = copied(microbatch.batch) if plan.writes_batch else microbatch.batch
         changes = [*self._intercepted(plan)]
@@ -265,7 +213,7 @@ class Runner:
             set_attributes(self.module, {name: old})
         return assigned
 
-    def _check_complete(self, plan: StepPlan, progress: _Progress, is_last: bool) -> None:
+    def _check_complete(self, plan: StepPlan, progress: Progress, is_last: bool) -> None:
         made, planned = progress.num_calls, len(plan.calls)
         if made != planned:
             raise StepError(
@@ -318,7 +266,7 @@ class Runner:
         name: str,
         forward: Callable[..., Any],
         microbatch: Microbatch,
-        progress: _Progress,
+        progress: Progress,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -361,7 +309,7 @@ class Runner:
             "them always and multiply their loss by 0."
         )
 
-    def _compare(self, progress: _Progress, index: int, call: Call, mark: Tensor) -> None:
+    def _compare(self, progress: Progress, index: int, call: Call, mark: Tensor) -> None:
         if index < len(progress.marks):
             known = progress.marks[index]
             close = torch.isclose(known, mark.to(known.device), 1e-3, 1e-6, equal_nan=True)
@@ -377,7 +325,7 @@ class Runner:
         index: int,
         forward: Callable[..., Any],
         microbatch: Microbatch,
-        progress: _Progress,
+        progress: Progress,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
@@ -403,14 +351,14 @@ class Runner:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        progress: _Progress,
+        progress: Progress,
     ) -> Any:
         # A compiled function would be compiled again where modules are patched in another way.
         with patched(progress.unpatched):
             return self._execute(plan, index, function, args, kwargs)
 
     def _run_part(
-        self, call: Call, index: int, microbatch: Microbatch, progress: _Progress, inputs: Any
+        self, call: Call, index: int, microbatch: Microbatch, progress: Progress, inputs: Any
     ) -> None:
         plan = microbatch.plan
         program = call.program
@@ -438,7 +386,7 @@ class Runner:
         else:
             progress.live[index] = dict(zip(program.live[high], out, strict=True))
 
-    def _finish(self, call: Call, index: int, out: Any, progress: _Progress) -> None:
+    def _finish(self, call: Call, index: int, out: Any, progress: Progress) -> None:
         leaves = pytree.tree_leaves(out)
         for value, known in zip(leaves, call.outputs, strict=True):
             if isinstance(known, PLAIN) and not isinstance(known, TensorMeta) and known != value:

@@ -187,6 +187,41 @@ class SwitchesInMicrobatch(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Gate(nn.Module):
+    """Lets no gradient through while it is closed; stays whole, for it reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.closed = nn.Linear(6, 8), True
+
+    def forward(self, x):
+        x.sum().item()
+        y = self.layer(x)
+        return y.detach() if self.closed else y
+
+
+class Opens(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Gate(), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[0].closed = batch_idx == 0
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_gradient_that_was_not_planned_is_refused(schedule):
+    script = Script(Opens, lambda: vectors(96), 16, {"limit_val_batches": 0})
+    with pytest.raises(RankFailed, match="gives a tensor that needs a gradient; when it was"):
+        script.pipelined(2, schedule=schedule, num_microbatches=4)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

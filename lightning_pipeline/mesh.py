@@ -250,7 +250,7 @@ class Mesh:
         # All ranks remember the same groups, so either all of them build one or none does.
         if ranks in self._groups:
             return
-        # The order of the ranks is the order inside the group: torch's pipelining takes the
-        # rank inside the group for the rank inside the pipeline.
+        # The order of the ranks is the order inside the group: messages are addressed by the rank
+        # inside the pipeline.
         group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         self._groups[ranks] = group if self.global_rank in ranks else None

@@ -73,7 +73,11 @@ class Use:
 
 
 class Product(Use):
-    """A matrix product: autograd's own sum, but nothing of the weight's size is made for it."""
+    """A matrix product, added in place: nothing of the weight's size is made for it.
+
+    The numbers are autograd's; those of many rows, which are multiplied in blocks, are rounded
+    differently.
+    """
 
     def add(self, grad: Tensor) -> None:
         weight = self.targets[0]

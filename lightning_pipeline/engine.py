@@ -15,7 +15,7 @@ from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.backward import Deferred, is_worth_fusing, split_backward, walk_seconds
 from lightning_pipeline.boundary import check_planned, cross
 from lightning_pipeline.cache import Cache
-from lightning_pipeline.lowering import Transfer, lower
+from lightning_pipeline.lowering import Transfer, lower, receive_early
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting.cost import default_rates
@@ -152,6 +152,8 @@ class Engine:
         sizes = self._num_ranks, self._stages_per_rank, work.num_microbatches
         lists = action_lists(self._schedule, *sizes) if work.trains else self._forwards(*sizes)
         steps = lower(lists, self._num_stages)[self._mesh.pipeline_rank]
+        if self._wire.by_tag:
+            steps = receive_early(steps)
         last = {a.stage: a for a in steps if isinstance(a, Action) and a.op in "BW"}
         back = (s for s in steps if isinstance(s, Transfer) and s.sends and s.kind == "B")
         sends_back = frozenset(step.stage + 1 for step in back)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_pipeline.schedules import Auto, Schedule, require_count
+from lightning_pipeline.threads import calm_gloo
 
 
 class Scope(Enum):
@@ -254,3 +255,4 @@ class Mesh:
         # inside the pipeline.
         group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         self._groups[ranks] = group if self.global_rank in ranks else None
+        calm_gloo()

@@ -331,12 +331,15 @@ class Pipeline:
         mode: Hashable,
     ) -> list[StepPlan]:
         starts = self._placed.observer.carries.likely_starts(step, cut.sizes)
+        alike: dict[Hashable, StepPlan] = {}
 
         def plan(index: int, microbatch: Any) -> StepPlan:
             number = 0 if cut.is_filler(index) else index
             # Behind the number of the batch stands that of the loader, on which steps may depend.
             start = signature(starts[number])
             key = (step, signature(microbatch), rest[1:], mode, start, len(cut.sizes) > 1)
+            if key in alike:
+                return alike[key]
             example = Example(batch, microbatch, (cut.rows, cut.sizes[number]), rest)
             context = self._contexts[step]
             there = [(self._module, *x) for x in starts[number].items() if x[1] is not ABSENT]
@@ -346,6 +349,7 @@ class Pipeline:
                 )
             if is_new:
                 self._plans.guard(found, starts[number])
+            alike[key] = found
             return found
 
         return [plan(index, microbatch) for index, microbatch in enumerate(microbatches)]

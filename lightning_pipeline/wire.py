@@ -87,11 +87,11 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         # gloo pairs messages by their tags and posts them at once; NCCL knows no tags
-        self._by_tag = dist.get_backend(group) == "gloo"
+        self.by_tag = dist.get_backend(group) == "gloo"
 
     def send(self, messages: Sequence[Tensor], peer: int, tag: int) -> list[Any]:
         """Sends; what is given can be waited for."""
-        if not self._by_tag:
+        if not self.by_tag:
             return self._batch(dist.isend, messages, peer)
         return [
             self._group.send([message], peer, tag * _LAYOUTS + i)
@@ -100,7 +100,7 @@ class Wire:
 
     def receive(self, messages: Sequence[Tensor], peer: int, tag: int) -> list[Any]:
         """Fills ``messages``, which are complete when what is given has been waited for."""
-        if not self._by_tag:
+        if not self.by_tag:
             return self._batch(dist.irecv, messages, peer)
         return [
             self._group.recv([message], peer, tag * _LAYOUTS + i)

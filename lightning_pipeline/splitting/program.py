@@ -132,7 +132,9 @@ class Program:
 
     def changed_settings(self) -> list[ChangedSetting]:
         """Attributes that opened modules read and that differ from those at the recording."""
-        moment = self._look()
+        # As long as nothing is traced the look goes without the detour around the compiler.
+        is_traced = torch.compiler.is_dynamo_compiling()
+        moment = self._look() if is_traced else self._watch.look()
         if moment == self._same_at:
             return []
         now = self._watch.values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipeline.actions import Action, action_lists
-from lightning_pipeline.lowering import Transfer, lower
+from lightning_pipeline.lowering import Transfer, lower, receive_early
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 
 SIZES = [(1, 4), (2, 8), (3, 6), (4, 8), (8, 16)]
@@ -76,12 +76,34 @@ class TestEverySchedule:
 
 def test_an_example():
     lists = action_lists(get_schedule("1F1B"), 2, 1, 2)
-    words = [
-        [
-            str(s) if isinstance(s, Action) else f"{'>' if s.sends else '<'}{s.kind}{s.microbatch}"
-            for s in row
-        ]
-        for row in lower(lists, 2)
-    ]
-    assert " ".join(words[0]) == "0F0 >F0 0F1 >F1 <B0 0B0 <B1 0B1"
-    assert " ".join(words[1]) == "<F0 <F1 1F0 1B0 >B0 1F1 1B1 >B1"
+    first, second = map(words, lower(lists, 2))
+    assert first == "0F0 >F0 0F1 >F1 <B0 0B0 <B1 0B1"
+    assert second == "<F0 <F1 1F0 1B0 >B0 1F1 1B1 >B1"
+
+
+def words(steps):
+    return " ".join(
+        str(s) if isinstance(s, Action) else f"{'>' if s.sends else '<'}{s.kind}{s.microbatch}"
+        for s in steps
+    )
+
+
+def test_receiving_early_moves_messages_in_front_of_the_action_before():
+    lists = action_lists(get_schedule("1F1B"), 2, 1, 2)
+    first, second = map(receive_early, lower(lists, 2))
+    assert words(first) == "0F0 >F0 <B0 0F1 >F1 <B1 0B0 0B1"
+    assert words(second) == "<F0 <F1 1F0 1B0 >B0 1F1 1B1 >B1"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.snake)
+def test_receiving_early_keeps_the_order_of_all_else_and_of_receives(schedule):
+    for row in lowered(schedule, 4, 8)[1]:
+        early = receive_early(row)
+
+        def receives(steps):
+            return [s for s in steps if isinstance(s, Transfer) and not s.sends]
+
+        assert receives(early) == receives(row)
+        kept = [s for s in early if s not in set(receives(row))]
+        assert kept == [s for s in row if s not in set(receives(row))]
+        assert all(early.index(s) <= row.index(s) for s in receives(row))

@@ -129,7 +129,7 @@ def _text(value: Any) -> str:
 def _command(words: Sequence[str]) -> str:
     """The command line, without the folder that the program is in."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None:
+    if spec is not None and spec.origin == words[0]:
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     elif words[0].endswith(".py"):
         program = f"python {words[0]}"

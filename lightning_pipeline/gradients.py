@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,7 +71,10 @@ class _Bucket:
             (torch.zeros_like(p) if grad is None else grad).reshape(-1)
             for p, grad in zip(parameters, self._grads, strict=True)
         ]
-        has_grad = flat[0].new_tensor([float(grad is not None) for grad in self._grads])
+        has_grad = flat[0].new_ones(len(flat))
+        for flag, grad in zip(has_grad, self._grads, strict=True):
+            if grad is None:
+                flag.zero_()
         self._message = torch.cat([*flat, has_grad])
         self._handle = dist.all_reduce(self._message, group=group, async_op=True)
 
@@ -159,12 +163,10 @@ class GradientReducer:
         size = self._mesh.sizes.data
         if not self._weights or self._weights[0] is None:
             return float(size)  # the losses are scaled already
-        total = torch.tensor(sum(w for w in self._weights if w is not None), dtype=torch.float64)
+        total = np.array([sum(w for w in self._weights if w is not None)])
         if size > 1:
-            device = next((p.device for own in self._own.values() for p in own), total.device)
-            total = total.to(device)
-            dist.all_reduce(total, group=self._mesh.data_group)
-        return float(total) or 1.0  # nothing counts: the gradients are zeros
+            dist.all_reduce(torch.from_numpy(total), group=self._mesh.data_group)
+        return float(total[0]) or 1.0  # nothing counts: the gradients are zeros
 
     def complete(self) -> None:
         """Waits for all exchanges; call with the gradients in their places."""

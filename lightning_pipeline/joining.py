@@ -147,6 +147,9 @@ def _put_together(values: tuple[Any, ...], rows: Sequence[int], common: bool) ->
 def _single(values: tuple[Any, ...], rows: Sequence[int], counts: Sequence[Sequence[int]]) -> Any:
     """An argument without rows."""
     first = values[0]
+    if all(isinstance(v, Tensor) and not v.ndim and v.is_floating_point() for v in values):
+        weighted = [v.double() * w for v, w in zip(values, rows, strict=True)]
+        return (sum(weighted) / sum(rows)).to(first.dtype)
     numbers = [v.item() if isinstance(v, Tensor) and not v.ndim else v for v in values]
     if all(type(number) is int for number in numbers):
         if any(numbers == list(count) for count in counts):

@@ -78,6 +78,8 @@ def joined(
 
 def _are_weighted(calls: Sequence[Call]) -> bool:
     """Whether each microbatch says what its value counts, in fractions of no known whole."""
+    if not any("weight" in call[1] for call in calls):
+        return False
     weights = [torch.as_tensor(call[1].get("weight", 1)) for call in calls]
     single = all(weight.numel() == 1 and weight.is_floating_point() for weight in weights)
     return single and len({weight.item() for weight in weights}) > 1

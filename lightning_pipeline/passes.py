@@ -309,8 +309,12 @@ class StepPass:
         """What the step would have returned for the whole batch, on the last stage."""
         if not self.outputs:
             return None
-        merged = self.metrics.filled(self._merger()(self.outputs, ("output",)))
-        total = self.weight()
+        total, outputs = self.weight(), self.outputs
+        if total is not None:  # which is not asked of the device once more
+            outputs = [
+                {**given, "weight": 0.0} if type(given) is dict else given for given in outputs
+            ]
+        merged = self.metrics.filled(self._merger()(outputs, ("output",)))
         if total is not None and isinstance(merged, dict):
             merged["weight"] = total
         return merged

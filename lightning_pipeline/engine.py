@@ -294,8 +294,7 @@ class _Pass:
             self._frames[stage, microbatch] = _Frame(received, roots)
             if stage == self._num_stages - 1:
                 factor = self._work.loss_factor(microbatch)
-                grad = torch.as_tensor(factor, dtype=out.dtype, device=out.device)
-                self._here["B", stage, microbatch] = [grad]
+                self._here["B", stage, microbatch] = [_of_kind(out, factor)]
 
     def _roots(self, action: Action) -> list[tuple[GradientEdge, Tensor]]:
         """Where the backward begins, with the gradients there."""
@@ -369,3 +368,10 @@ class _Pass:
             for meta, grad in zip(metas, grads, strict=True)
             if meta.requires_grad
         ]
+
+
+def _of_kind(like: Tensor, number: float | Tensor) -> Tensor:
+    """A single number with the dtype and on the device of ``like``."""
+    if isinstance(number, Tensor):
+        return number.to(like.device, like.dtype)
+    return torch.full((), number, dtype=like.dtype, device=like.device)

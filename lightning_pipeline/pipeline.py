@@ -10,10 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeline.batch import (
-    Cut,
-    signature,
-)
+from lightning_pipeline.batch import Cut, signature
 from lightning_pipeline.batchnorm import Norms, names_of_norms, normalises_batches
 from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
@@ -134,7 +131,9 @@ class Pipeline:
                 if a validation comes first, such that its validation can follow.
             show: Called with the plan.
         """
-        SameBatch(step, args[0], self._mesh, self._device).require()
+        same = SameBatch(step, args[0], self._mesh, self._device)
+        same.require()
+        same.require_values()
         cut = self._cut(args[0], step, trains=fitting)
         microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
         steps = ["training_step", "validation_step"] if fitting else [step]
@@ -248,6 +247,7 @@ class Pipeline:
             with kept_random_state(self._device):
                 with self._mesh.within(Scope.REPLICAS), patched(blocks):
                     self._engine.run(work)
+                same.require_values()
                 if self.norms is not None:
                     self.norms.end_batch()
                 seed_all(mix(self._seed, work.microbatches[0].seed), self._device)
@@ -257,8 +257,10 @@ class Pipeline:
             set_attributes(self._module, work.wholes)
         self._computed.forget()
         work.check_dependence(self._mesh.is_last)
-        recorder, more = (work.recorder, work.more()) if self._mesh.is_last else (None, None)
-        weight = work.weight() if self._mesh.is_last else None
+        recorder, weight, more = None, None, None
+        if self._mesh.is_last:
+            work.settle()
+            recorder, weight, more = work.recorder, work.weight(), work.more()
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
         if trains:
             self.held.reducer.weigh(weight)

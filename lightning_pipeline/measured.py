@@ -53,7 +53,7 @@ class MeasuredStep:
     Attributes:
         step: Number of optimizer steps before it.
         measured: When the actions of global rank 0's pipeline ran.
-        predicted: When they would have run if every action took the median time of its kind and
+        predicted: When they would have run if every action took the mean time of its kind and
             stage, and every message the median time of those that were waited for.
         metrics: Key figures of all pipelines, by the names that loggers get; times in seconds.
         accuracy: By how much the clocks of two ranks may be apart, in seconds.
@@ -126,9 +126,13 @@ class MeasuredPipeline:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The timeline that the order of the actions leads to, with the median durations."""
+        """The timeline that the order of the actions leads to, with their mean durations.
+
+        Not the median: a timeline adds durations up, and those of a rank have the same sum so.
+        """
         lists = [[span.action for span in row] for row in self.spans]
-        seconds = medians((action, busy) for action, (busy, _) in self._busy.items())
+        busy = ((action, seconds) for action, (seconds, _) in self._busy.items())
+        seconds = {kind: statistics.mean(values) for kind, values in _by_kind(busy).items()}
         return simulate_measured(
             lists, {a: seconds[a.stage, a.op] for row in lists for a in row}, self.message
         )
@@ -190,12 +194,12 @@ def measure(
     return MeasuredStep(step, first.timeline, first.predicted, metrics, accuracy), pipelines
 
 
-def medians(durations: Iterable[tuple[Action, float]]) -> dict[tuple[int, str], float]:
-    """Median duration of each kind of action on each stage."""
-    by_kind: dict[tuple[int, str], list[float]] = defaultdict(list)
+def _by_kind(durations: Iterable[tuple[Action, float]]) -> dict[tuple[int, str], list[float]]:
+    """The durations of each kind of action on each stage."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for action, duration in durations:
-        by_kind[action.stage, action.op].append(duration)
-    return {kind: statistics.median(values) for kind, values in sorted(by_kind.items())}
+        found[action.stage, action.op].append(duration)
+    return dict(sorted(found.items()))
 
 
 def _metrics(pipelines: Sequence[MeasuredPipeline]) -> dict[str, float]:
@@ -213,8 +217,8 @@ def _metrics(pipelines: Sequence[MeasuredPipeline]) -> dict[str, float]:
         found[f"waiting_rank_{rank}"] = pipeline.waiting(index)
         found[f"exposed_rank_{rank}"] = pipeline.exposed(index)
     spans = (span for pipeline in pipelines for row in pipeline.spans for span in row)
-    for (stage, op), seconds in medians((a, end - start) for a, start, end in spans).items():
-        found[f"stage_{stage}_{op}"] = seconds
+    for (stage, op), values in _by_kind((a, end - start) for a, start, end in spans).items():
+        found[f"stage_{stage}_{op}"] = statistics.median(values)
     return {f"pipeline/{name}": value for name, value in found.items()}
 
 

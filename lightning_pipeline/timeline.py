@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_pipeline.activities import Phase, Recorder, make_recorder
+from lightning_pipeline.activities import Mark, Phase, Recorder, make_recorder
 from lightning_pipeline.clocks import Offset, offset_of_clock
 from lightning_pipeline.draw import draw_svg
 from lightning_pipeline.measured import MeasuredPipeline, MeasuredStep, RankRecord, measure
@@ -131,7 +131,11 @@ class PipelineTimeline(Callback):
         marks = recorder.stop()
         if trainer.global_step == self._step:  # more batches are accumulated
             return
-        mesh, device = strategy.mesh, strategy.root_device
+        self._show(trainer, marks)
+
+    def _show(self, trainer: Trainer, marks: list[Mark]) -> None:
+        """Joins what all ranks have noted; every rank calls it."""
+        mesh, device = _strategy(trainer).mesh, _strategy(trainer).root_device
         if self._offset is None:
             self._offset = offset_of_clock(mesh, device)
         place = mesh.global_rank, mesh.pipeline_rank, mesh.data_rank

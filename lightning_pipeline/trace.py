@@ -11,7 +11,7 @@ from typing import Any
 from lightning_pipeline.actions import Action
 from lightning_pipeline.activities import Wait
 from lightning_pipeline.lowering import Transfer
-from lightning_pipeline.measured import MeasuredPipeline, MeasuredStep, Message, Piece
+from lightning_pipeline.measured import MeasuredPipeline, MeasuredStep, Message, Piece, message_of
 
 _COMPUTING, _MESSAGES, _REDUCTION = range(3)
 _ROWS = ("computing", "messages", "reduction")
@@ -51,8 +51,8 @@ def _events(pipeline: MeasuredPipeline, start: float) -> Iterator[_Event]:
                     **_place(record.rank, number),
                     "name": name,
                     "cat": _ROWS[number],
-                    "ts": 1e6 * (piece.start - start),
-                    "dur": 1e6 * (piece.end - piece.start),
+                    "ts": _microseconds(piece.start - start),
+                    "dur": _microseconds(piece.end - piece.start),
                 }
     yield from _arrows(pipeline, start)
 
@@ -75,12 +75,12 @@ def _label(piece: Piece) -> tuple[int, str] | None:
     activity = piece.activity
     if isinstance(activity, Action):
         return _COMPUTING, str(activity)
-    if isinstance(activity, Transfer):
-        what = f"{activity.stage}{activity.kind}{activity.microbatch}"
-        return _MESSAGES, f"send for {what}" if activity.sends else f"room for {what}"
-    if isinstance(activity, Wait):
-        what = f"{activity.stage}{activity.kind}{activity.microbatch}"
-        return _MESSAGES, "wait for all ranks" if activity.kind == "batch" else f"wait for {what}"
+    if isinstance(activity, (Transfer, Wait)):
+        name = "all ranks" if activity.kind == "batch" else _name(message_of(activity))
+        does = "send" if isinstance(activity, Transfer) else "wait for"
+        if isinstance(activity, Transfer) and not activity.sends:
+            does = "post receive of"
+        return _MESSAGES, f"{does} {name}"
     if activity == "optimizer":
         return _COMPUTING, activity
     return None if activity == "else" else (_REDUCTION, activity)
@@ -95,13 +95,23 @@ def _arrows(pipeline: MeasuredPipeline, start: float) -> Iterator[_Event]:
         if span.action.op != "W"
     }
     for message, (sender, sent) in pipeline.sent.items():
-        kind, stage, microbatch = message
-        name = f"{stage}{kind}{microbatch}"
-        arrow = {"name": name, "cat": "message", "id": f"{ranks[0]}:{name}"}
-        yield {**arrow, "ph": "s", **_place(ranks[sender], _MESSAGES), "ts": 1e6 * (sent - start)}
+        arrow = {"name": _name(message), "cat": "message", "id": f"{ranks[0]}:{_name(message)}"}
+        out = {"ph": "s", **_place(ranks[sender], _MESSAGES), "ts": _microseconds(sent - start)}
+        yield {**arrow, **out}
         to, at = used[message]
-        yield {**arrow, "ph": "f", "bp": "e", **_place(to, _COMPUTING), "ts": 1e6 * (at - start)}
+        into = {"ph": "f", "bp": "e", **_place(to, _COMPUTING), "ts": _microseconds(at - start)}
+        yield {**arrow, **into}
+
+
+def _name(message: Message) -> str:
+    """The action that uses it; a gradient is that of a whole backward."""
+    kind, stage, microbatch = message
+    return f"{stage}{kind}{microbatch}"
 
 
 def _place(rank: int, row: int) -> dict[str, int]:
     return {"pid": rank, "tid": row}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -60,6 +60,7 @@ class Pipeline:
         placed: The module as an earlier run left it spread; ``None`` if it is whole.
 
     Attributes:
+        engine: What runs its passes.
         norms: Its norms that are changed for the run, if some are.
     """
 
@@ -79,7 +80,7 @@ class Pipeline:
         self._placed = placed or PlacedModule(module, mesh, options, device, seed)
         if placed is not None:
             placed.go_on()
-        self._engine = Engine(mesh, options.schedule, options.stages_per_rank, device)
+        self.engine = Engine(mesh, options.schedule, options.stages_per_rank, device)
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
         self._writers = Writers(module.trainer.callbacks, mesh)  # type: ignore[attr-defined]
@@ -166,7 +167,7 @@ class Pipeline:
                 "placed by, and a module that was built without memory for its weights is placed "
                 "once. Set Trainer(num_sanity_val_steps=0), so that the training comes first."
             )
-        self._engine.clear()
+        self.engine.clear()
         self._plans, self._runners, self._repeated = Plans(self._module), {}, None
         self._seen = {n: dataclasses.replace(seen, is_next=False) for n, seen in self._seen.items()}
         self._placed.put_back()
@@ -193,7 +194,7 @@ class Pipeline:
         """Takes off what was put on the module, without talking to other ranks."""
         self._computed.remove()
         self._writers.remove()
-        self._engine.clear()
+        self.engine.clear()
         if self.norms is not None:
             self.norms.restore()
             self.norms = None
@@ -246,7 +247,7 @@ class Pipeline:
             blocks = self._blocks() if trains else []
             with kept_random_state(self._device):
                 with self._mesh.within(Scope.REPLICAS), patched(blocks):
-                    self._engine.run(work)
+                    self.engine.run(work)
                 same.require_values()
                 if self.norms is not None:
                     self.norms.end_batch()

@@ -148,7 +148,7 @@ class Timeline:
         """The first start and the last end of each rank that does anything."""
         reductions = self.reductions or ((),) * len(self.spans)
         return tuple(
-            (row[0].start, max(last.end for last in (*row[-1:], *own[-1:])))
+            (row[0].start, max(row[-1].end, *(done.end for done in own)) if own else row[-1].end)
             for row, own in zip(self.spans, reductions, strict=True)
             if row
         )
@@ -159,7 +159,7 @@ class Timeline:
         Args:
             stages: For each stage, what it keeps of one microbatch.
         """
-        return tuple(_peak((span.action for span in row), stages.__getitem__) for row in self.spans)
+        return tuple(peak_bytes((span.action for span in row), stages)[0] for row in self.spans)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class Timeline:
         A microbatch counts once for each stage of the rank that holds it, from the forward to the
         end of the backward (of the weight gradients, where the backward is split).
         """
-        return tuple(_peak_count(span.action for span in row) for row in self.spans)
+        return tuple(_peak_count([span.action for span in row]) for row in self.spans)
 
     @cached_property
     def peak_activations_of_stage(self) -> dict[int, int]:
@@ -180,11 +180,19 @@ class Timeline:
         return {stage: _peak_count(actions) for stage, actions in sorted(by_stage.items())}
 
 
-def _peak(actions: Iterable[Action], of: Callable[[int], StageBytes]) -> float:
-    held: float = 0
-    peak: float = 0
+def peak_bytes(
+    actions: Iterable[Action], stages: Sequence[StageBytes], held: float = 0
+) -> tuple[float, float]:
+    """Returns the most bytes that a rank holds at once in a run of actions, and those at its end.
+
+    Args:
+        actions: What the rank computes, in order.
+        stages: For each stage, what it keeps of one microbatch.
+        held: The bytes at the begin.
+    """
+    peak = held
     for stage, op, _ in actions:
-        activations, deferred, recomputed = of(stage)
+        activations, deferred, recomputed = stages[stage]
         if op == "F":
             held += activations
         elif op == "W":
@@ -193,11 +201,12 @@ def _peak(actions: Iterable[Action], of: Callable[[int], StageBytes]) -> float:
             peak = max(peak, held + recomputed)
             held += (deferred if op == "I" else 0) - activations
         peak = max(peak, held)
-    return peak
+    return peak, held
 
 
-def _peak_count(actions: Iterable[Action]) -> int:
-    return int(_peak(actions, lambda _: StageBytes(1, 1)))
+def _peak_count(actions: Sequence[Action]) -> int:
+    num_stages = 1 + max((action.stage for action in actions), default=0)
+    return int(peak_bytes(actions, [StageBytes(1, 1)] * num_stages)[0])
 
 
 def simulate(
@@ -224,7 +233,7 @@ def simulate(
         The timeline.
 
     Raises:
-        ValueError: If ranks wait for each other or for an action that is in no list.
+        Deadlock: If ranks wait for each other or for an action that is in no list; a ValueError.
     """
     spans = _simulate(actions, lambda a: times[a.stage].of(a.op), len(times), message)
     return Timeline(spans, () if reductions is None else _reduce(spans, reductions))
@@ -243,13 +252,13 @@ def simulate_measured(
         message: As for `simulate`.
 
     Raises:
-        ValueError: If ranks wait for each other or for an action that is in no list.
+        Deadlock: If ranks wait for each other or for an action that is in no list; a ValueError.
     """
     num_stages = 1 + max(action.stage for row in actions for action in row)
     return Timeline(_simulate(actions, seconds.__getitem__, num_stages, message))
 
 
-class _Wires:
+class Wires:
     """When messages arrive.
 
     Args:
@@ -286,7 +295,7 @@ def _simulate(
     num_stages: int,
     message: float | Link,
 ) -> tuple[tuple[Span, ...], ...]:
-    wires = _Wires(actions, num_stages, message)
+    wires = Wires(actions, num_stages, message)
     ready: dict[_Value, float] = {}  # when it is where the neighbouring stage is
     waiting: dict[_Value, list[int]] = defaultdict(list)
     spans: list[list[Span]] = [[] for _ in actions]
@@ -297,20 +306,20 @@ def _simulate(
         now = done[-1].end if done else 0.0
         while len(done) < len(row):
             action = row[len(done)]
-            needs = _needs(action, num_stages)
-            missing = next((value for value in needs if value not in ready), None)
+            needed = needs(action, num_stages)
+            missing = next((value for value in needed if value not in ready), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 break
             # What the stage itself has made stands before it in the rank's list.
-            start = max([now, *(ready[value] for value in needs if value[0] != action.stage)])
+            start = max([now, *(ready[value] for value in needed if value[0] != action.stage)])
             now = start + seconds(action)
             done.append(Span(action, start, now))
-            made = _makes(action)
+            made = makes(action)
             ready[made] = wires.arrival(action, rank, now)
             runnable += waiting.pop(made, [])
     if waiting:
-        raise ValueError(_deadlock(actions, spans, waiting))
+        raise _deadlock(actions, spans, waiting)
     return tuple(map(tuple, spans))
 
 
@@ -328,7 +337,7 @@ def _reduce(
     return tuple(rows)
 
 
-def _needs(action: Action, num_stages: int) -> list[_Value]:
+def needs(action: Action, num_stages: int) -> list[_Value]:
     """The values that must exist before an action starts."""
     stage, op, m = action
     if op == "F":
@@ -339,26 +348,44 @@ def _needs(action: Action, num_stages: int) -> list[_Value]:
     return [own] if stage == num_stages - 1 else [own, (stage + 1, "B", m)]
 
 
-def _makes(action: Action) -> _Value:
+def makes(action: Action) -> _Value:
     """The value that exists when an action has ended; ``B`` and ``I`` both give the gradient."""
     stage, op, m = action
     return (stage, "B" if op == "I" else op, m)
+
+
+class Deadlock(ValueError):
+    """Ranks wait for each other, or for an action that is in no list.
+
+    Attributes:
+        stuck: For each rank that waits, the action that it stands at and those of which one would
+            let it go on.
+    """
+
+    def __init__(self, stuck: Sequence[tuple[Action, Sequence[Action]]], text: str) -> None:
+        super().__init__(text)
+        self.stuck = stuck
 
 
 def _deadlock(
     actions: Sequence[Sequence[Action]],
     spans: Sequence[Sequence[Span]],
     waiting: dict[_Value, list[int]],
-) -> str:
-    stuck = "; ".join(
-        f"rank {rank} stands at {actions[rank][len(spans[rank])]} and waits for "
-        f"{stage}{op}{m}" + ("" if op == "F" else f" or {stage}I{m}")
-        for (stage, op, m), ranks in sorted(waiting.items())
-        for rank in ranks
-    )
+) -> Deadlock:
+    stuck, words = [], []
+    for (stage, op, m), ranks in sorted(waiting.items()):
+        options = [Action(stage, "F", m)]
+        if op == "B":
+            options = [Action(stage, "B", m), Action(stage, "I", m)]
+        for rank in ranks:
+            action = actions[rank][len(spans[rank])]
+            stuck.append((action, options))
+            either = " or ".join(map(str, options))
+            words.append(f"rank {rank} stands at {action} and waits for {either}")
     done, total = sum(map(len, spans)), sum(map(len, actions))
-    return (
+    return Deadlock(
+        stuck,
         f"Every action must come after those that it needs, got stuck after {done} of {total} "
-        f"actions: {stuck}. The order comes from the action lists of the {len(actions)} ranks. "
-        "Reorder them, or take a list that action_lists() returns."
+        f"actions: {'; '.join(words)}. The order comes from the action lists of the "
+        f"{len(actions)} ranks. Reorder them, or take a list that action_lists() returns.",
     )

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, in order: torch's own action lists without its processes.
+"""What each rank of a pipeline does, in order: action lists by definition, or torch's own.
 
 One action is one computation on one microbatch, written ``<stage><op><microbatch>``: ``0F3`` is
 the forward of microbatch 3 on stage 0.
@@ -7,9 +7,10 @@ the forward of microbatch 3 on stage 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from lightning_pipeline.schedules import Schedule
+if TYPE_CHECKING:
+    from lightning_pipeline.schedules import Schedule
 
 Op = Literal["F", "B", "I", "W"]
 
@@ -55,36 +56,15 @@ def action_lists(
         ValueError: If the schedule can't run with these sizes.
     """
     schedule.check(ranks, stages_per_rank, microbatches)
-    if not schedule.is_single:
-        return _torch_lists(schedule, ranks, stages_per_rank, microbatches)
-    # Torch executes its single-stage schedules from code and lists them for display only; its
-    # list of 1F1B leaves out a forward, so both are written down here by their definition.
-    # A schedule that asks for a microbatch for each stage begins the backward as soon as the first
-    # microbatch is through; one that does not runs all forwards first.
-    warmups = [ranks - i if schedule.at_least_stages else microbatches for i in range(ranks)]
-    return [
-        list(_single_stage_order(stage, warmup, microbatches))
-        for stage, warmup in enumerate(warmups)
-    ]
-
-
-def _single_stage_order(stage: int, warmup: int, microbatches: int) -> Iterator[Action]:
-    """The order of GPipe (warm-up of all microbatches) and 1F1B (of one per later stage).
-
-    Source: Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush, 2021, section 2.2.
-    """
-    for m in range(warmup):
-        yield Action(stage, "F", m)
-    for m in range(microbatches):
-        yield Action(stage, "B", m)
-        if m + warmup < microbatches:
-            yield Action(stage, "F", m + warmup)
+    if schedule.order is not None:
+        return schedule.order(ranks, stages_per_rank, microbatches)
+    return _torch_lists(schedule, ranks, stages_per_rank, microbatches)
 
 
 def _torch_lists(
     schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[list[Action]]:
-    """Torch's order of a schedule with several stages on a rank.
+    """Torch's order of a schedule, without its processes.
 
     The only place in this module that knows private names of torch. Tested with torch 2.13.
     """

@@ -58,6 +58,7 @@ def resolve_layout(
     if total % depth or total == depth or devices % (total // depth):
         raise ValueError(_refusal(entry, devices, total, depth))
     ranks = total // depth
+    entry.check_ranks(ranks)
     _check_microbatches(entry, ranks, depth, microbatches)
     return Layout(ranks, devices // ranks, depth)
 

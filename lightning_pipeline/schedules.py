@@ -7,8 +7,11 @@ this table; no other module compares a schedule's name.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from lightning_pipeline import orders
 
 Auto = Literal["auto"]
 Placement = Literal["loop", "v"]
@@ -16,6 +19,22 @@ Placement = Literal["loop", "v"]
 # "auto" keeps four microbatches a rank in flight: the bubble of 1F1B is then below one fifth at
 # any number of ranks, and the microbatches are still large enough to fill a device.
 MICROBATCHES_PER_RANK = 4
+
+
+Order = Callable[[int, int, int], orders.Lists]
+"""Makes action lists for ranks, stages on each rank and microbatches."""
+
+
+class Sizes(NamedTuple):
+    """What a list that is written down is for.
+
+    Attributes:
+        ranks: Number of ranks in one pipeline.
+        microbatches: Number of microbatches in a step.
+    """
+
+    ranks: int
+    microbatches: int
 
 
 @dataclass(frozen=True)
@@ -28,7 +47,7 @@ class Schedule:
         (0, 7)
 
     Attributes:
-        name: The name exactly as torch spells it.
+        name: The name exactly as torch spells it; of a user's schedule, its file.
         snake: The name in snake case, as configuration files and registered strategies use it.
         min_stages_per_rank: Fewest stages that one rank holds.
         max_stages_per_rank: Most stages that one rank holds; ``None`` is any number.
@@ -36,6 +55,9 @@ class Schedule:
         splits_backward: Whether input and weight gradients are computed at different times.
         at_least_stages: Whether there must be a microbatch for every stage of the pipeline.
         whole_rounds: Whether microbatches run in equal rounds of at least one per rank.
+        order: What makes its action lists; ``None`` is torch.
+        in_torch: Whether torch has it, too.
+        sizes: The only sizes that it is for; ``None`` is any that the rest allows.
     """
 
     name: str
@@ -46,6 +68,9 @@ class Schedule:
     splits_backward: bool = False
     at_least_stages: bool = False
     whole_rounds: bool = False
+    order: Order | None = None
+    in_torch: bool = True
+    sizes: Sizes | None = None
 
     @property
     def is_single(self) -> bool:
@@ -111,6 +136,8 @@ class Schedule:
 
     def allows_microbatches(self, m: int, ranks: int, stages_per_rank: int) -> bool:
         """Returns whether a step may run ``m`` microbatches."""
+        if self.sizes is not None:
+            return m == self.sizes.microbatches
         if m < self.min_microbatches(ranks, stages_per_rank):
             return False
         return not self.whole_rounds or m % _rounds(m, ranks) == 0
@@ -130,6 +157,8 @@ class Schedule:
         return next(legal, None)
 
     def _at_least(self, m: int, ranks: int, stages_per_rank: int) -> int:
+        if self.sizes is not None:
+            return self.sizes.microbatches
         # Every multiple of the ranks makes whole rounds, so the search is at most one round long.
         m = max(m, self.min_microbatches(ranks, stages_per_rank))
         while not self.allows_microbatches(m, ranks, stages_per_rank):
@@ -151,13 +180,16 @@ class Schedule:
         """
         require_count("pipeline_parallel_size", ranks)
         v = self.resolve_stages_per_rank(stages_per_rank)
+        self.check_ranks(ranks)
         if microbatches == "auto":
             return
         require_count("num_microbatches", microbatches)
         if self.allows_microbatches(microbatches, ranks, v):
             return
         least = self.min_microbatches(ranks, v)
-        if microbatches < least:
+        if self.sizes is not None:
+            rule = f"the {self.sizes.microbatches} microbatches of its lists, got {microbatches}"
+        elif microbatches < least:
             rule = (
                 f"at least as many microbatches as stages, got {microbatches} for {least} stages. "
                 f"The stages come from pipeline_parallel_size={ranks} x stages_per_rank={v}"
@@ -173,6 +205,19 @@ class Schedule:
             f"num_microbatches={k}" for k in self.nearest_microbatches(microbatches, ranks, v)
         )
         raise ValueError(f'{self.name} needs {rule}. Set {cure} or num_microbatches="auto".')
+
+    def check_ranks(self, ranks: int) -> None:
+        """Checks the number of ranks in one pipeline.
+
+        Raises:
+            ValueError: If the schedule's lists are for another number.
+        """
+        if self.sizes is not None and ranks != self.sizes.ranks:
+            raise ValueError(
+                f"{self.name} needs a rank for each of its {self.sizes.ranks} rows, got {ranks} "
+                f"ranks. They come from the devices and pipeline_parallel_size={ranks}. Set "
+                f"pipeline_parallel_size={self.sizes.ranks}."
+            )
 
     def choose_microbatches(
         self,
@@ -210,6 +255,8 @@ class Schedule:
         require_count("the number of rows in a batch", rows)
         self.check(ranks, stages_per_rank, requested)
         limit = MICROBATCHES_PER_RANK * ranks if requested == "auto" else requested
+        if self.sizes is not None:
+            limit = self.sizes.microbatches
         room = max(1, rows // min_rows)
         legal = self._at_most(min(limit, room), ranks, stages_per_rank)
         if legal is not None:
@@ -224,8 +271,8 @@ def _rounds(microbatches: int, ranks: int) -> int:
 
 
 SCHEDULES: tuple[Schedule, ...] = (
-    Schedule("GPipe", "gpipe"),
-    Schedule("1F1B", "1f1b", at_least_stages=True),
+    Schedule("GPipe", "gpipe", order=orders.gpipe),
+    Schedule("1F1B", "1f1b", at_least_stages=True, order=orders.one_f_one_b),
     Schedule("Interleaved1F1B", "interleaved_1f1b", max_stages_per_rank=None, whole_rounds=True),
     Schedule("LoopedBFS", "looped_bfs", max_stages_per_rank=None),
     Schedule(
@@ -252,6 +299,28 @@ SCHEDULES: tuple[Schedule, ...] = (
         splits_backward=True,
         at_least_stages=True,
     ),
+    Schedule("ZBH1", "zb_h1", splits_backward=True, order=orders.zb_h1, in_torch=False),
+    Schedule("ZBH2", "zb_h2", splits_backward=True, order=orders.zb_h2, in_torch=False),
+    Schedule(
+        "VHalf",
+        "v_half",
+        min_stages_per_rank=2,
+        max_stages_per_rank=2,
+        placement="v",
+        splits_backward=True,
+        order=orders.v_half,
+        in_torch=False,
+    ),
+    Schedule(
+        "VMin",
+        "v_min",
+        min_stages_per_rank=2,
+        max_stages_per_rank=2,
+        placement="v",
+        splits_backward=True,
+        order=orders.v_min,
+        in_torch=False,
+    ),
 )
 
 _BY_NAME = {key.lower(): entry for entry in SCHEDULES for key in (entry.name, entry.snake)}
@@ -261,18 +330,24 @@ def get_schedule(name: str) -> Schedule:
     """Returns the schedule with a name.
 
     Args:
-        name: Torch's spelling or snake case, in upper or lower case.
+        name: A name of the table or its snake case, in upper or lower case, with hyphens or
+            without, or the path of a file that ends in ``.csv``.
 
     Raises:
-        ValueError: If there is no such schedule; names the nearest one.
+        ValueError: If there is no such schedule; names the nearest one. If a file's lists can't
+            be run; names the action, the row and the column.
     """
-    schedule = _BY_NAME.get(str(name).lower())
+    if str(name).lower().endswith(".csv"):
+        from lightning_pipeline.order_files import read_schedule
+
+        return read_schedule(name)
+    schedule = _BY_NAME.get(str(name).lower().replace("-", "_"))
     if schedule is not None:
         return schedule
     close = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=1, cutoff=0.0)
     valid = ", ".join(f"{entry.name} ({entry.snake})" for entry in SCHEDULES)
     raise ValueError(
-        f"The schedule must be one of {valid}, got {name!r}. The name comes from "
+        f"The schedule must be one of {valid} or a .csv file, got {name!r}. The name comes from "
         f"schedule={name!r}. Set schedule={_BY_NAME[close[0]].name!r}."
     )
 

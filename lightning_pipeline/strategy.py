@@ -72,7 +72,7 @@ class PipelineStrategy(BuildingStrategy):
             ``data_parallel_size``.
         data_parallel_size: Replicas of the pipeline; ``"auto"``: what is left, 1 when both are
             auto.
-        schedule: Any schedule of torch.distributed.pipelining by its name there, or in snake case.
+        schedule: Name of a schedule, as in the README or in snake case, or path of a ``.csv`` file.
         num_microbatches: Microbatches of a training batch; ``"auto"``: the largest count up to
             four a rank that the schedule and the batch allow.
         stages_per_rank: Stages on each rank; ``"auto"``: 1 for single-stage schedules, 2 otherwise.

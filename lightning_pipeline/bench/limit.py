@@ -70,7 +70,8 @@ def measure(
         warmup: Turns before.
         steps: Steps of a turn in a row between barriers. With one, the ratio has the whole
             overhead of a step in it; with several, ranks may run on into the next step.
-        by_hand: Whether a loop by hand on torch's pipelining takes turns with the Trainer.
+        by_hand: Whether a loop by hand on torch's pipelining takes turns with the Trainer, where
+            torch has the schedule.
 
     Returns:
         A row for each combination; stages are out of order that do not compute in the order of
@@ -112,6 +113,7 @@ class _Case:
             "milliseconds": 1e3 * self.seconds.forward,
         }
         depth = self.schedule.default_stages_per_rank
+        by_hand = by_hand and self.schedule.in_torch
         try:
             lists = action_lists(self.schedule, self.ranks, depth, self.microbatches)
         except ValueError as error:

@@ -56,7 +56,7 @@ def _torch_allows(schedule: Schedule, ranks: int, v: int, m: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "v"), SIZES)
+@pytest.mark.parametrize(("schedule", "ranks", "v"), [size for size in SIZES if size[0].in_torch])
 def test_legal_counts_are_those_of_torch(schedule: Schedule, ranks: int, v: int) -> None:
     for m in range(1, 25):
         ours = schedule.allows_microbatches(m, ranks, v)

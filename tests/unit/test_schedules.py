@@ -14,6 +14,10 @@ NAMES = {
     "InterleavedZeroBubble": "interleaved_zero_bubble",
     "ZBVZeroBubble": "zbv_zero_bubble",
     "DualPipeV": "dualpipev",
+    "ZBH1": "zb_h1",
+    "ZBH2": "zb_h2",
+    "VHalf": "v_half",
+    "VMin": "v_min",
 }
 SIZES = [
     (schedule, ranks, v)
@@ -35,9 +39,19 @@ def test_names_are_found_in_any_case(name: str, snake: str, change: type[str]) -
     assert get_schedule(change(snake)).name == name
 
 
+@pytest.mark.parametrize(("paper", "name"), [("ZB-H1", "ZBH1"), ("V-Half", "VHalf")])
+def test_names_are_found_as_papers_spell_them(paper: str, name: str) -> None:
+    assert get_schedule(paper).name == name
+
+
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("1f1", "1F1B"), ("interleaved", "Interleaved1F1B"), ("zero_bubble_v", "ZBVZeroBubble")],
+    [
+        ("1f1", "1F1B"),
+        ("interleaved", "Interleaved1F1B"),
+        ("zero_bubble_v", "ZBVZeroBubble"),
+        ("V-Third", "VMin"),
+    ],
 )
 def test_unknown_names_are_answered_with_the_nearest(wrong: str, nearest: str) -> None:
     with pytest.raises(ValueError) as error:

@@ -1,0 +1,122 @@
+"""``schedule="auto"``: what the first batch of a run decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_pipeline.batch import num_rows
+from lightning_pipeline.batchnorm import names_of_norms
+from lightning_pipeline.hooks import arguments_after_batch
+from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.options import Options
+from lightning_pipeline.planning.blueprint import Blueprint
+from lightning_pipeline.planning.candidates import Bounds
+from lightning_pipeline.planning.devices import local_device, product_dtype
+from lightning_pipeline.planning.optimizers import state_bytes
+from lightning_pipeline.planning.planner import Planner, describe
+from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.splitting import state_items
+
+
+def choose(
+    module: LightningModule,
+    batch: Any,
+    options: Options,
+    mesh: Mesh,
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> Options:
+    """The options with the schedule, stages and microbatches that are predicted to be fastest.
+
+    The ranks of a pipeline and the replicas are those of the mesh, for each replica has drawn its
+    batch by then. Every rank takes what global rank 0 has found.
+
+    Args:
+        module: The user's LightningModule, not placed yet.
+        batch: The first batch.
+        options: What the user has asked for.
+        mesh: The rank's place, groups built.
+        device: The rank's device.
+        context: The precision plugin's context of the training step.
+
+    Raises:
+        MisconfigurationException: If nothing fits the device; says what would.
+        PipelineError: If the training step cannot be followed without values.
+    """
+    box: list[Any] = [None]
+    if mesh.global_rank == 0:
+        with mesh.within(Scope.ALONE):
+            box = [_choice(module, batch, options, mesh, device, context)]
+    dist.broadcast_object_list(box, 0, device=device)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    name, depth, microbatches, note = box[0]
+    schedule = get_schedule(name)
+    return replace(
+        options,
+        schedule=schedule,
+        stages_per_rank=depth,
+        num_microbatches=microbatches,
+        open=None,
+        notes=(*options.notes, note),
+    )
+
+
+def _choice(
+    module: LightningModule,
+    batch: Any,
+    options: Options,
+    mesh: Mesh,
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[str, int, int, str] | Exception:
+    """Name, stages on each rank, microbatches and a note; or why there are none."""
+    assert options.open is not None
+    rows = num_rows(batch, "training_step")
+    again = options.activation_checkpointing
+    bounds = Bounds(
+        mesh.sizes.pipeline * mesh.sizes.data,
+        rows,
+        min(rows, 2 if names_of_norms(module) else 1),
+        ranks=mesh.sizes.pipeline,
+        stages_per_rank=options.open.stages_per_rank,
+        microbatches=options.open.num_microbatches,
+        recompute=[again if isinstance(again, str) else "none"],
+    )
+    counts, here = bounds.counts(mesh.sizes.pipeline), local_device(device)
+    sizes, _ = state_bytes(module.trainer.strategy.optimizers)
+    blueprint = Blueprint(
+        module,
+        move_data_to_device(batch, "cpu"),
+        rows,
+        (min(counts), max(counts)),
+        bounds.most_stages,
+        here.cutting_rates,
+        {item.name: sizes.get(id(item.tensor), 0) for item in state_items(module)},
+        rest=arguments_after_batch(module, "training_step"),
+        context=context,
+        partition=options.partition if options.partition == "uniform" else "auto",
+        only=options.module,
+        uncut=options.uncut,
+    )
+    rates = here.rates(product_dtype(module, device, context))
+    planner = Planner(blueprint, here, rates, here.memory)
+    outlook = planner.search(bounds)
+    if not outlook.fitting:
+        return MisconfigurationException(planner.refusal(bounds, outlook))
+    best = outlook.fitting[0]
+    found = best.candidate
+    note = (
+        f"schedule='auto' has chosen {describe(found)}: predicted to be the fastest of "
+        f"{outlook.num_fitting} ways that fit, {1e3 * best.seconds:.3g} ms a step"
+    )
+    return found.schedule.name, found.stages_per_rank, found.microbatches, note

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from lightning_pipeline.bench.by_hand import HandSteps
 from lightning_pipeline.bench.harness import Spread, alternate, now, settle_process
-from lightning_pipeline.bench.memory import AllocatedPeak, silence
+from lightning_pipeline.bench.memory import (
+    reset_resident_peak,
+    resident,
+    resident_peak,
+    return_memory_at_once,
+)
 from lightning_pipeline.bench.models import Chain, Model, cuts
 from lightning_pipeline.bench.ranks import DeadlineMet, run_ranks
 from lightning_pipeline.bench.report import Report
@@ -222,11 +227,11 @@ def _cut(schedule: Schedule, ranks: int, num_layers: int, microbatches: int) -> 
 
 def memory(
     schedules: Sequence[str] = ("GPipe", "1F1B"),
-    microbatches: Sequence[int] = (4, 8, 16, 32, 64),
+    microbatches: Sequence[int] = (4, 8, 16, 32),
     ranks: int = 2,
     num_layers: int = 8,
     width: int = 64,
-    rows: int = 512,
+    rows: int = 8192,
 ) -> Report:
     """Peak memory of a step on each rank against microbatches of one size.
 
@@ -249,7 +254,9 @@ def memory(
         "ratio": "over the fewest",
     }
     settings = dict(ranks=ranks, num_layers=num_layers, width=width, rows=rows)
-    report = Report("memory", "Peak of what a step allocates.", settings, columns)
+    report = Report(
+        "memory", "Peak of resident memory in a step over that between steps.", settings, columns
+    )
     for name in schedules:
         fewest: list[float] = []
         for m in microbatches:
@@ -265,11 +272,14 @@ def _memory_on_rank(
     name: str, microbatches: int, ranks: int, num_layers: int, width: int, rows: int
 ) -> float:
     settle_process()
-    silence()
-    peak, model = AllocatedPeak(), layers(width)
+    return_memory_at_once()
+    model = layers(width)
     chain: Chain = model.chain(num_layers)
     strategy = _cut(get_schedule(name), ranks, num_layers, microbatches)
     batches = model.batches(rows * microbatches)
-    trainer = trainer_steps(chain, batches, ranks=ranks, strategy=strategy, callbacks=[peak])
-    trainer.run(now(), 3)
-    return peak.bytes / 1e6
+    trainer = trainer_steps(chain, batches, ranks=ranks, strategy=strategy)
+    trainer.run(now(), 2)
+    reset_resident_peak()
+    before = resident()
+    trainer.run(now(), 2)
+    return (resident_peak() - before) / 1e6

@@ -128,11 +128,13 @@ def _text(value: Any) -> str:
 
 def _command(words: Sequence[str]) -> str:
     """The command line, without the folder that the program is in."""
-    program = Path(words[0]).name
-    if program == "__main__.py":
-        program = f"python -m {Path(words[0]).parent.name}"
-    elif program.endswith(".py"):
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.origin == words[0]:
+        program = f"python -m {spec.name.removesuffix('.__main__')}"
+    elif words[0].endswith(".py"):
         program = f"python {words[0]}"
+    else:
+        program = Path(words[0]).name
     return " ".join([program, *map(shlex.quote, words[1:])])
 
 

@@ -111,10 +111,10 @@ def test_actions() -> None:
 
 
 def test_memory() -> None:
-    sizes = ["microbatches=[2,8]", "num_layers=4", "rows=256"]
+    sizes = ["microbatches=[2,8]", "num_layers=4", "rows=4096"]
     rows = bench("bench=memory", "schedules=[GPipe]", *sizes)
     # A layer saves its input, what its norm makes of it, and the result of ReLU, twice as wide.
-    saved = 4 * 256 * 64 * 4 / 1e6
+    saved = 4 * 4096 * 64 * 4 / 1e6
     few, many = (row["megabytes"][1] for row in rows)  # of two layers on the first stage
     assert (many - few) / (8 - 2) == pytest.approx(2 * saved, rel=0.05)
     assert rows[1]["ratio"][1] == pytest.approx(many / few)

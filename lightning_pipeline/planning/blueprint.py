@@ -45,6 +45,7 @@ from lightning_pipeline.steps import (
 )
 from lightning_pipeline.steps.analyst import Analysis
 from lightning_pipeline.steps.call import Call
+from lightning_pipeline.steps.handmade import METHOD
 from lightning_pipeline.steps.pending import TensorMeta
 
 _HOST = torch.device("cpu")
@@ -171,7 +172,7 @@ class Blueprint:
         uncut: Classes of modules that stay in one piece.
 
     Raises:
-        StepError: If the step cannot be followed without values.
+        StepError: If the step cannot be followed without values, or stages are made by hand.
         SplitError: If the module cannot be recorded.
     """
 
@@ -191,7 +192,12 @@ class Blueprint:
         only: str | None = None,
         uncut: tuple[type[nn.Module], ...] = (),
     ) -> None:
-        self._module, self._rates, self._partition = module, rates, partition
+        if hasattr(module, METHOD):
+            raise StepError(
+                f"{type(module).__name__}.{METHOD} makes the stages by hand, for one number of "
+                "them; what each number of stages would do is not known."
+            )
+        self._module, self._partition = module, partition
         self._optimizer_bytes = optimizer_bytes
         self._only, self._rest, self._context = only, rest, context
         analyst = _Planner(module, num_stages, rates, uncut)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_pipeline.batch import num_rows
 from lightning_pipeline.batchnorm import names_of_norms
+from lightning_pipeline.errors import PipelineError, StepError
 from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.options import Options
@@ -49,16 +49,24 @@ def choose(
         context: The precision plugin's context of the training step.
 
     Raises:
-        MisconfigurationException: If nothing fits the device; says what would.
-        PipelineError: If the training step cannot be followed without values.
+        StepError: On every rank, if nothing fits the device, or the training step cannot be
+            followed without values; says what would do.
     """
     box: list[Any] = [None]
+    cause: Exception | None = None
     if mesh.global_rank == 0:
-        with mesh.within(Scope.ALONE):
-            box = [_choice(module, batch, options, mesh, device, context)]
+        try:
+            with mesh.within(Scope.ALONE):
+                box = [_choice(module, batch, options, mesh, device, context)]
+        except (PipelineError, ValueError) as error:  # the other ranks wait for an answer
+            box, cause = [str(error)], error
     dist.broadcast_object_list(box, 0, device=device)
-    if isinstance(box[0], Exception):
-        raise box[0]
+    if isinstance(box[0], str):
+        raise StepError(
+            f"schedule='auto' chooses by the first batch of the fit, and cannot: {box[0]} Name a "
+            "schedule, e.g. schedule='1F1B'; if the batch is one of a validation that "
+            "training_step does not take, set Trainer(num_sanity_val_steps=0)."
+        ) from cause
     name, depth, microbatches, note = box[0]
     schedule = get_schedule(name)
     return replace(
@@ -78,9 +86,15 @@ def _choice(
     mesh: Mesh,
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[str, int, int, str] | Exception:
-    """Name, stages on each rank, microbatches and a note; or why there are none."""
+) -> tuple[str, int, int, str]:
+    """Name, stages on each rank, microbatches and a note.
+
+    Raises:
+        ValueError: If nothing is legal or fits; says what would.
+        PipelineError: If the training step cannot be followed without values.
+    """
     assert options.open is not None
+    partition = options.partition
     rows = num_rows(batch, "training_step")
     again = options.activation_checkpointing
     bounds = Bounds(
@@ -88,10 +102,12 @@ def _choice(
         rows,
         min(rows, 2 if names_of_norms(module) else 1),
         ranks=mesh.sizes.pipeline,
+        stages="auto" if isinstance(partition, str) else len(partition) + 1,
         stages_per_rank=options.open.stages_per_rank,
         microbatches=options.open.num_microbatches,
         recompute=[again if isinstance(again, str) else "none"],
     )
+    bounds.check()
     counts, here = bounds.counts(mesh.sizes.pipeline), local_device(device)
     sizes, _ = state_bytes(module.trainer.strategy.optimizers)
     blueprint = Blueprint(
@@ -104,7 +120,7 @@ def _choice(
         {item.name: sizes.get(id(item.tensor), 0) for item in state_items(module)},
         rest=arguments_after_batch(module, "training_step"),
         context=context,
-        partition=options.partition if options.partition == "uniform" else "auto",
+        partition=partition,
         only=options.module,
         uncut=options.uncut,
     )
@@ -112,7 +128,7 @@ def _choice(
     planner = Planner(blueprint, here, rates, here.memory)
     outlook = planner.search(bounds)
     if not outlook.fitting:
-        return MisconfigurationException(planner.refusal(bounds, outlook))
+        raise ValueError(planner.refusal(bounds, outlook))
     best = outlook.fitting[0]
     found = best.candidate
     note = (

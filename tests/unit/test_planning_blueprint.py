@@ -7,11 +7,11 @@ from collections.abc import Callable
 import lightning as L
 import pytest
 import torch
+from lightning_pipeline.examples.text import GPT, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipeline.errors import StepError
-from lightning_pipeline.examples.text import GPT, Block
 from lightning_pipeline.planning.blueprint import Blueprint
 from lightning_pipeline.splitting import CPU_RATES
 from lightning_pipeline.splitting.torch_private import storage_of
@@ -138,10 +138,10 @@ def test_states_are_those_of_the_holders() -> None:
 
 
 def test_a_module_is_as_before() -> None:
-    module = Text()
+    module, batch = Text(), tokens(4)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
-    blueprint(module, tokens(4)).cut(2)
+    blueprint(module, batch).cut(2)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())

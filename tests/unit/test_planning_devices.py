@@ -77,7 +77,7 @@ def test_sizes_with_units(text: float | str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-3", "0", "80 GBs", "eighty"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="memory must be a size in bytes.*Set e.g. memory=80GB"):
+    with pytest.raises(ValueError, match=r"memory must be a size in bytes.*Set e\.g\. memory=80GB"):
         parse_bytes("memory", text)
 
 

@@ -28,8 +28,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipeline.bench.ranks import RankFailed
+from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.layout import Layout, resolve_layout
-from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.planning.command import PLAN, run_plan
+from lightning_pipeline.schedules import AUTO, get_schedule
 from lightning_pipeline.sharded import consolidate
 
 CONF = "pkg://lightning_pipeline.conf"
@@ -41,6 +43,7 @@ lightning-pipeline COMMAND [OVERRIDE ...] [--multirun] [--cfg job] [--help]
   validate  compute the validation metrics of checkpoint=PATH
   test      compute the test metrics of checkpoint=PATH
   predict   write the predictions of checkpoint=PATH for the test data
+  plan      predict the best schedule, layout and memory of a training on device=NAME
   consolidate FOLDER [FILE]
             turn a checkpoint folder into one plain Lightning file
   bench     measure what bench=limit, hand, ... is about, and write a table
@@ -50,6 +53,7 @@ Examples:
   lightning-pipeline train schedule=interleaved_zero_bubble devices=2 stages=4
   lightning-pipeline train --multirun schedule=gpipe,1f1b,interleaved_1f1b
   lightning-pipeline train strategy=ddp
+  lightning-pipeline plan experiment=gpt device=h100 devices=8 memory=80GB
   lightning-pipeline test checkpoint=outputs/DAY/TIME/checkpoints/last.ckpt
   lightning-pipeline bench bench=limit ranks=[2] microbatches=[8]
 
@@ -85,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _arguments(overrides):
             _bench()
         return 0
-    if command not in COMMANDS:
-        known = ", ".join([*COMMANDS, CONSOLIDATE, BENCH])
+    if command not in COMMANDS and command != PLAN:
+        known = ", ".join([*COMMANDS, PLAN, CONSOLIDATE, BENCH])
         print(f"The command must be one of {known}, got {command!r}.\n\n{HELP}", file=sys.stderr)
         return 2
     if overrides[:1] == ["--job"]:
@@ -101,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Hydra's parser takes no override after a flag that stands among them.
     overrides.sort(key=lambda word: word not in ("-m", "--multirun"))
     with _arguments(overrides):
-        _hydra_main(command)
+        _plan() if command == PLAN else _hydra_main(command)
     return 0
 
 
@@ -142,12 +146,24 @@ def _bench() -> None:
     job()
 
 
+def _plan() -> None:
+    @hydra.main(version_base="1.3", config_path=CONF, config_name="plan")
+    def job(cfg: DictConfig) -> None:
+        try:
+            run_plan(cfg, _build)
+        except (ValueError, PipelineError) as error:
+            refuse(error)
+
+    job()
+
+
 def _in_snake_case(word: str) -> str:
     """`schedule=Interleaved1F1B,gpipe` with the names of the configuration's files."""
     key, equals, value = word.partition("=")
     if key != "schedule" or not equals:
         return word
-    return f"schedule={','.join(get_schedule(name).snake for name in value.split(','))}"
+    names = (name if name == AUTO else get_schedule(name).snake for name in value.split(","))
+    return f"schedule={','.join(names)}"
 
 
 def _hydra_main(command: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_pipeline.schedules import Auto, Schedule, get_schedule, require_count
+from lightning_pipeline.schedules import AUTO, Auto, Schedule, get_schedule, require_count
 
 
 class Layout(NamedTuple):
@@ -13,12 +13,13 @@ class Layout(NamedTuple):
     Attributes:
         ranks: Number of ranks in one pipeline.
         replicas: Number of pipelines side by side.
-        stages_per_rank: Number of stages that each rank holds.
+        stages_per_rank: Number of stages that each rank holds; ``"auto"`` as long as the schedule
+            is open.
     """
 
     ranks: int
     replicas: int
-    stages_per_rank: int
+    stages_per_rank: int | Auto
 
 
 def resolve_layout(
@@ -37,7 +38,8 @@ def resolve_layout(
     Args:
         devices: Number of devices on all nodes together.
         stages: Number of pieces of the model; ``"auto"`` is one pipeline over all devices.
-        schedule: Name of the schedule, as torch spells it or in snake case.
+        schedule: Name of the schedule, as torch spells it or in snake case; ``"auto"`` is chosen
+            with the first batch, for one pipeline over all devices.
         microbatches: Number of microbatches in a step; ``"auto"`` always fits.
         stages_per_rank: Stages that each rank holds; ``"auto"`` is 1 for single-stage schedules,
             2 otherwise.
@@ -46,6 +48,15 @@ def resolve_layout(
         ValueError: If they do not fit together; names the nearest values that do.
     """
     require_count("devices", devices)
+    if schedule == AUTO:
+        if stages != "auto":
+            raise ValueError(
+                f"schedule=auto chooses the stages with the first batch, got stages={stages}. Set "
+                "stages=auto for one pipeline over all devices, "
+                "strategy.pipeline_parallel_size=RANKS strategy.data_parallel_size=auto for "
+                f"shorter ones, or name the schedule, e.g. schedule=1f1b stages={stages}."
+            )
+        return Layout(devices, 1, stages_per_rank)
     entry = get_schedule(schedule)
     depth = entry.resolve_stages_per_rank(stages_per_rank)
     if devices < 2:

@@ -169,21 +169,37 @@ class Mesh:
     ) -> None:
         assert 0 <= global_rank < sizes.pipeline * sizes.data, (global_rank, sizes)
         self.sizes = sizes
-        self.schedule = schedule
         self.global_rank = global_rank
-        self.stages_per_rank = schedule.resolve_stages_per_rank(stages_per_rank)
-        self.num_stages = sizes.pipeline * self.stages_per_rank
         position, self.data_rank = divmod(global_rank, sizes.data)
-        self.pipeline_ranks = self._pipeline(self.data_rank)
-        self.pipeline_rank = self.pipeline_ranks.index(global_rank)
         self.data_ranks = self._replicas(position)
+        self._arrange(schedule, stages_per_rank)
+        self._timeout: timedelta | None = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self.scope = Scope.ALL
+
+    def _arrange(self, schedule: Schedule, stages_per_rank: int | Auto) -> None:
+        self.schedule = schedule
+        self.stages_per_rank = schedule.resolve_stages_per_rank(stages_per_rank)
+        self.num_stages = self.sizes.pipeline * self.stages_per_rank
+        self.pipeline_ranks = self._pipeline(self.data_rank)
+        self.pipeline_rank = self.pipeline_ranks.index(self.global_rank)
         self.stages = schedule.stages_of_rank(
-            self.pipeline_rank, sizes.pipeline, self.stages_per_rank
+            self.pipeline_rank, self.sizes.pipeline, self.stages_per_rank
         )
         self.is_last = self.num_stages - 1 in self.stages
         (self.last_rank,) = self.holder_ranks(frozenset({self.num_stages - 1}))
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self.scope = Scope.ALL
+
+    def reschedule(self, schedule: Schedule, stages_per_rank: int) -> None:
+        """Deals the stages out for another schedule, before anything has been placed.
+
+        Every rank must call it; the replicas stay what they are.
+
+        Args:
+            schedule: The schedule.
+            stages_per_rank: Stages that each rank holds.
+        """
+        self._arrange(schedule, stages_per_rank)
+        self.build_groups(self._timeout)
 
     @contextmanager
     def within(self, scope: Scope) -> Iterator[None]:
@@ -231,6 +247,7 @@ class Mesh:
             timeout: How long a collective may take; ``None`` is the default group's.
             device: The rank's device; ``None`` is the host.
         """
+        self._timeout = timeout
         for data_rank in range(self.sizes.data):
             self._build(self._pipeline(data_rank), timeout)
         for position in range(self.sizes.pipeline):

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from lightning_pipeline.schedules import Auto, Schedule
+from lightning_pipeline.schedules import (
+    AUTO,
+    SCHEDULES,
+    Auto,
+    Schedule,
+    get_schedule,
+    require_count,
+)
 from lightning_pipeline.steps import Manner, PartitionSpec
 
 Recompute = Literal["none", "full", "except_last"]
+BalanceBy = Literal["cost", "time"]
+
+
+class Open(NamedTuple):
+    """What ``schedule="auto"`` leaves to the first batch, as far as it is not given.
+
+    Attributes:
+        stages_per_rank: Stages that each rank holds.
+        num_microbatches: Microbatches of a batch.
+    """
+
+    stages_per_rank: int | Auto
+    num_microbatches: int | Auto
 
 
 @dataclass(frozen=True)
@@ -28,6 +48,9 @@ class Options:
             backward.
         compile: Arguments of ``torch.compile`` for each stage; ``None`` runs them eagerly.
         deferred_batch_norm: Whether running statistics are those of whole batches.
+        balance_by: Whether the model is cut by what its pieces cost, or by their measured time.
+        open: What the first batch decides, if it does; schedule and stages are provisional then.
+        notes: Sentences for the plan.
     """
 
     schedule: Schedule
@@ -38,6 +61,17 @@ class Options:
     activation_checkpointing: Recompute | tuple[type[nn.Module], ...] = "none"
     compile: dict[str, Any] | None = None
     deferred_batch_norm: bool = False
+    balance_by: BalanceBy = "cost"
+    open: Open | None = None
+    notes: tuple[str, ...] = ()
+
+    def check(self, ranks: int) -> None:
+        """Checks the schedule for a number of ranks in one pipeline.
+
+        Raises:
+            ValueError: If it can't run with these sizes.
+        """
+        self.schedule.check(ranks, self.stages_per_rank, self.num_microbatches)
 
     def manner(self, is_last: bool) -> Manner:
         """How a stage is run.
@@ -54,6 +88,73 @@ class Options:
         """Classes of modules that are not cut."""
         whole = self.activation_checkpointing
         return () if isinstance(whole, str) else whole
+
+
+def options_of(
+    schedule: str,
+    stages_per_rank: int | Auto,
+    num_microbatches: int | Auto,
+    partition: PartitionSpec,
+    module: str | None,
+    activation_checkpointing: Recompute | Sequence[type[nn.Module]],
+    compile: bool | dict[str, Any],
+    deferred_batch_norm: bool,
+    balance_by: str,
+) -> Options:
+    """Checks the arguments of the same names of ``PipelineStrategy``.
+
+    Raises:
+        ValueError: If one is none of the values that it may have.
+        TypeError: If one is of another type.
+    """
+    if num_microbatches != "auto":
+        require_count("num_microbatches", num_microbatches)
+    chosen, depth, left = schedule_of(schedule, stages_per_rank, num_microbatches)
+    return Options(
+        chosen,
+        depth,
+        num_microbatches,
+        partition if isinstance(partition, str) else tuple(partition),
+        module,
+        recompute_of(activation_checkpointing),
+        compile_of(compile),
+        deferred_batch_norm,
+        balance_of(balance_by),
+        left,
+    )
+
+
+def schedule_of(
+    name: str, stages_per_rank: int | Auto, num_microbatches: int | Auto
+) -> tuple[Schedule, int, Open | None]:
+    """The schedule of a name, the stages on each rank, and what the first batch decides.
+
+    Until then ``"auto"`` is a schedule that any number of ranks and microbatches goes with.
+
+    Raises:
+        ValueError: If there is no such schedule, or it does not go with the stages.
+    """
+    if str(name).lower() != AUTO:
+        chosen = get_schedule(name)
+        return chosen, chosen.resolve_stages_per_rank(stages_per_rank), None
+    if stages_per_rank != "auto":
+        require_count("stages_per_rank", stages_per_rank)
+    free = next(s for s in SCHEDULES if s.is_single and not s.at_least_stages)
+    return free, 1, Open(stages_per_rank, num_microbatches)
+
+
+def balance_of(chosen: str) -> BalanceBy:
+    """Checks the argument ``balance_by``.
+
+    Raises:
+        ValueError: If it is another word than the two.
+    """
+    if chosen not in ("cost", "time"):
+        raise ValueError(
+            f"balance_by must be 'cost' or 'time', got {chosen!r}. Set balance_by='cost' for what "
+            "the recorded operations cost, or balance_by='time' for what their modules take."
+        )
+    return chosen  # type: ignore[return-value]
 
 
 def recompute_of(

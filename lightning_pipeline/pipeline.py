@@ -26,6 +26,7 @@ from lightning_pipeline.options import Options
 from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import Held, PlacedModule, share
 from lightning_pipeline.plan import Plan
+from lightning_pipeline.planning.choosing import choose
 from lightning_pipeline.plans import Plans
 from lightning_pipeline.refusals import check_uncut
 from lightning_pipeline.sharing import share_state
@@ -122,7 +123,7 @@ class Pipeline:
 
     def place(
         self, step: str, args: tuple[Any, ...], fitting: bool, show: Callable[[Plan], None]
-    ) -> None:
+    ) -> Options:
         """Places the module by its first batch.
 
         Args:
@@ -131,10 +132,15 @@ class Pipeline:
             fitting: Whether the run trains; the module is then placed by its training step, also
                 if a validation comes first, such that its validation can follow.
             show: Called with the plan.
+
+        Returns:
+            The options, with what the batch has decided.
         """
         same = SameBatch(step, args[0], self._mesh, self._device)
         same.require()
         same.require_values()
+        if fitting and self._options.open is not None:
+            self._choose(args[0])
         cut = self._cut(args[0], step, trains=fitting)
         microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
         steps = ["training_step", "validation_step"] if fitting else [step]
@@ -154,6 +160,17 @@ class Pipeline:
         self._placed.place(candidates, lambda plan: show(self._placed.describe(plan, cut.total)))
         if not self._placed.is_provisional:
             self._seen = {}
+        return self._options
+
+    def _choose(self, batch: Any) -> None:
+        """Takes the schedule, stages and microbatches that are predicted to be best."""
+        context = self._contexts["training_step"]
+        module, options = self._module, self._options
+        options = choose(module, batch, options, self._mesh, self._device, context)
+        self._options = options
+        self._mesh.reschedule(options.schedule, options.stages_per_rank)
+        self._placed.reschedule(options)
+        self._engine = Engine(self._mesh, options.schedule, options.stages_per_rank, self._device)
 
     def take_back(self) -> None:
         """Makes the module whole again during a run, such that it can be placed anew.

@@ -30,6 +30,7 @@ from lightning_pipeline.splitting import (
 from lightning_pipeline.splitting.settings import Same
 from lightning_pipeline.steps import Placement, StepPlan, place, plan_step
 from lightning_pipeline.steps.means import what_it_means
+from lightning_pipeline.timing import time_pieces
 
 # Sending a byte costs about as much as touching twenty in memory (PCIe 4 or 200 Gbit/s links
 # against the device's memory); it only has to tell cheap cuts from dear ones.
@@ -94,13 +95,24 @@ class PlacedModule:
         self._module, self._mesh, self._options = module, mesh, options
         self._device, self._written = device, list[str]()
         self._means: dict[str, str] = {}
-        self.observer = Observer(module, mesh, options.module, device, seed, options.uncut)
         self._seed = seed
+        self.observer = self._make_observer()
         self.placement: Placement | None = None
         self.held: Held | None = None
         self.deferred: Deferred | None = None
         self.began_without_weights = self.is_provisional = False
         self._known: dict[str, Same] = {}
+
+    def _make_observer(self) -> Observer:
+        options = self._options
+        return Observer(
+            self._module, self._mesh, options.module, self._device, self._seed, options.uncut
+        )
+
+    def reschedule(self, options: Options) -> None:
+        """Takes other options before anything is placed."""
+        assert self.placement is None
+        self._options, self.observer = options, self._make_observer()
 
     def defer(self, deferred: Deferred | None) -> None:
         """Lets the module's weights come with its placement, if there is anything ``deferred``."""
@@ -116,6 +128,11 @@ class PlacedModule:
         """
         with torch.inference_mode(False), torch.enable_grad():
             surveys = self.observer.observe_all(candidates)
+            if self._options.balance_by == "time":
+                for candidate in candidates:
+                    if candidate.step in surveys:
+                        found = surveys[candidate.step]
+                        time_pieces(found, candidate.context, self._mesh, self._device)
             placement = place(
                 self._module,
                 list(surveys.values()),
@@ -247,7 +264,8 @@ class PlacedModule:
         empty = [stage for stage, names in enumerate(plan.stage_names) if not names]
         # Several calls have an order of their own wherever their weights are placed otherwise.
         is_one_call = len(plan.calls) == 1 and plan.by_hand is None
-        notes = [*self._notes(plan.step, num_microbatches), *_kept_whole(plan)]
+        notes = [*self._options.notes, *self._notes(plan.step, num_microbatches)]
+        notes += _kept_whole(plan)
         if empty:
             notes.append(
                 f"stages {', '.join(map(str, empty))} are empty and only pass on what they get: "

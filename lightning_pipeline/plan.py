@@ -11,7 +11,7 @@ from lightning_pipeline.actions import action_lists
 from lightning_pipeline.mesh import Mesh, MeshSizes
 from lightning_pipeline.names import common_prefix, condense_names
 from lightning_pipeline.schedules import Auto, Schedule
-from lightning_pipeline.simulate import StageTime, simulate
+from lightning_pipeline.simulate import StageTime, Timeline, simulate
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -190,6 +190,7 @@ def make_plan(
     notes: Sequence[str] = (),
     partition: Sequence[str] | None = None,
     cuts: Sequence[str] = (),
+    timeline: Timeline | None = None,
 ) -> Plan:
     """Predicts a run from the costs of its stages.
 
@@ -213,6 +214,7 @@ def make_plan(
         notes: Sentences to show below the table.
         partition: Names for ``PipelineStrategy(partition=[...])`` that make these stages.
         cuts: What runs just before and behind each cut.
+        timeline: The timeline of a step; ``None``: it is simulated from the costs.
 
     Raises:
         ValueError: If the schedule can't run with these sizes.
@@ -222,9 +224,10 @@ def make_plan(
     ]
     num_stages, v = meshes[0].num_stages, meshes[0].stages_per_rank
     assert len(costs) == len(modules) == len(parameters) == len(bytes) == num_stages
-    # A backward costs two forwards: one product for the inputs and one for the weights.
-    times = [StageTime(cost / 3, cost / 3, cost / 3) for cost in costs]
-    timeline = simulate(action_lists(schedule, sizes.pipeline, v, microbatches), times)
+    if timeline is None:
+        # A backward costs two forwards: one product for the inputs and one for the weights.
+        times = [StageTime(cost / 3, cost / 3, cost / 3) for cost in costs]
+        timeline = simulate(action_lists(schedule, sizes.pipeline, v, microbatches), times)
     peaks, total = timeline.peak_activations_of_stage, sum(costs)
     stages = tuple(
         StagePlan(

@@ -14,6 +14,9 @@ from typing import Literal, NamedTuple
 from lightning_pipeline import orders
 
 Auto = Literal["auto"]
+AUTO = "auto"
+"""What stands for a schedule that is chosen."""
+
 Placement = Literal["loop", "v"]
 
 # "auto" keeps four microbatches a rank in flight: the bubble of 1F1B is then below one fifth at

@@ -33,7 +33,7 @@ from lightning_pipeline.monitoring import (
 )
 from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.observing import Context
-from lightning_pipeline.options import Options, Recompute, compile_of, recompute_of
+from lightning_pipeline.options import BalanceBy, Recompute, options_of
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.placing import Held
 from lightning_pipeline.plan import Plan
@@ -49,7 +49,7 @@ from lightning_pipeline.refusals import (
     check_start_method,
     one_optimizer,
 )
-from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
+from lightning_pipeline.schedules import SCHEDULES
 from lightning_pipeline.sharing import share_random_state, share_state
 from lightning_pipeline.steps import random_state, set_random_state
 
@@ -79,6 +79,7 @@ class PipelineStrategy(BuildingStrategy):
         module: Dotted name of the module to cut; ``None``: found by itself.
         partition: ``"auto"`` balances cost, ``"uniform"`` counts blocks, a list of dotted names
             gives the module that begins each stage after the first.
+        balance_by: ``"cost"`` of the recorded operations, or ``"time"`` that the modules take.
         activation_checkpointing: What keeps only its inputs and runs again in the backward:
             ``"none"``, ``"full"`` (each stage), ``"except_last"``, or a list of module classes.
         compile: Whether each stage is compiled; a dict has arguments of ``torch.compile``.
@@ -109,6 +110,7 @@ class PipelineStrategy(BuildingStrategy):
         stages_per_rank: int | Literal["auto"] = "auto",
         module: str | None = None,
         partition: Literal["auto", "uniform"] | Sequence[str] = "auto",
+        balance_by: BalanceBy = "cost",
         activation_checkpointing: Recompute | Sequence[type[torch.nn.Module]] = "none",
         compile: bool | dict[str, Any] = False,
         deferred_batch_norm: bool = False,
@@ -125,24 +127,15 @@ class PipelineStrategy(BuildingStrategy):
             start_method=start_method,
         )
         self._sizes = (pipeline_parallel_size, data_parallel_size)
-        chosen = get_schedule(schedule)
-        self._options = Options(
-            chosen,
-            chosen.resolve_stages_per_rank(stages_per_rank),
-            num_microbatches,
-            partition if isinstance(partition, str) else tuple(partition),
-            module,
-            recompute_of(activation_checkpointing),
-            compile_of(compile),
-            deferred_batch_norm,
+        self._options = options = options_of(
+            *(schedule, stages_per_rank, num_microbatches, partition, module),
+            *(activation_checkpointing, compile, deferred_batch_norm, balance_by),
         )
         check_start_method(start_method, gather_after_run)
         self._shards_checkpoints = save_distributed_checkpoint
         self._gathers_after_run, self._weights = gather_after_run, weights
-        if num_microbatches != "auto":
-            require_count("num_microbatches", num_microbatches)
         if isinstance(pipeline_parallel_size, int):
-            chosen.check(pipeline_parallel_size, stages_per_rank, num_microbatches)
+            options.check(pipeline_parallel_size)
         self._parking = Parking()
         self._parks = False
         self._norm: WholeNorm | None = None
@@ -160,7 +153,7 @@ class PipelineStrategy(BuildingStrategy):
     def _check_sizes(self) -> MeshSizes:
         sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._sizes)
         options = self._options
-        options.schedule.check(sizes.pipeline, options.stages_per_rank, options.num_microbatches)
+        options.check(sizes.pipeline)
         return sizes
 
     @override
@@ -344,7 +337,7 @@ class PipelineStrategy(BuildingStrategy):
                 if again:
                     pipeline.take_back()
                     self._averages.take_back()
-                pipeline.place(step, args, fitting, self._show)
+                self._options = pipeline.place(step, args, fitting, self._show)
                 self._averages.release(pipeline.holders)
             self._deferred = self._recipes = None
             if not pipeline.placed.is_provisional:

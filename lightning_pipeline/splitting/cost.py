@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,44 @@ def backward_work(forward: Work, gradients: int, accumulated: float) -> Work:
         0.0,
         gradients * forward.launches,
     )
+
+
+def weight_work(forward: Work, gradients: int, accumulated: float) -> Work:
+    """The part of `backward_work` that makes gradients of weights, if there are any.
+
+    Of two gradients that of the weight has half of the FLOPs and of what the forward moved.
+
+    Args:
+        forward: As for `backward_work`.
+        gradients: As for `backward_work`.
+        accumulated: As for `backward_work`; 0 if no weight has a gradient.
+    """
+    if not accumulated or gradients < 2:
+        return backward_work(forward, gradients if accumulated else 0, accumulated)
+    return Work(
+        forward.flops,
+        forward.bytes / 2 + ACCUMULATION * accumulated,
+        0.0,
+        forward.launches,
+    )
+
+
+class PieceWork(NamedTuple):
+    """What one piece does for one microbatch.
+
+    Attributes:
+        forward: In the forward.
+        backward: In the whole backward.
+        weight: In the part of the backward that makes gradients of weights.
+    """
+
+    forward: Work
+    backward: Work
+    weight: Work
+
+    def seconds(self, rates: Rates) -> float:
+        """Time of forward and backward if nothing overlaps."""
+        return (self.forward + self.backward).seconds(rates)
 
 
 ACCUMULATION = 3

@@ -73,6 +73,8 @@ class Node:
         state_writes: Names of those that it writes.
         checkpoint: Keyword arguments of the ``torch.utils.checkpoint`` that it was called through.
         generators: Identities of the user's own generators of random numbers that it may draw from.
+        saved: What autograd saves in it, parameters and buffers aside, if that was counted: bytes
+            of each storage, by the numbers that values have.
     """
 
     target: str | Callable[..., Any]
@@ -92,6 +94,7 @@ class Node:
     checkpoint: dict[str, Any] | None = None
     generators: frozenset[int] = frozenset()
     local: bool = False
+    saved: dict[int, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

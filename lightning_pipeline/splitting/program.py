@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.splitting.cost import Rates, backward_work
+from lightning_pipeline.splitting.cost import PieceWork, Rates, Work, backward_work, weight_work
 from lightning_pipeline.splitting.ir import Node, Value
 from lightning_pipeline.splitting.liveness import Liveness
 from lightning_pipeline.splitting.pictures import Change
@@ -66,7 +66,8 @@ class Program:
         legal: bool [N + 1], whether a stage may begin before piece p.
         live: [N + 1], ids of the values carried over the cut before piece p.
         bytes_at: float [N + 1], bytes of these values.
-        cost: float [N], seconds of forward and, where gradients flow, backward.
+        work: For each piece, what it does in the forward and, where gradients flow, backward.
+        cost: float [N], seconds of both.
         piece_names: Dotted name of each piece's module.
         generators: For each piece, identities of the generators of random numbers that it may use.
         constants: Tensors that are attributes and operands, burnt in.
@@ -115,20 +116,20 @@ class Program:
             for name, p in module.named_parameters()
             if p.requires_grad
         }
-        self.cost = np.array([self._seconds(node, rates, sizes) for node in placed], float)
+        self.work = [self._work(node, sizes) for node in placed]
+        self.cost = np.array([work.seconds(rates) for work in self.work], float)
         nbytes = [sum(values[value].nbytes for value in alive) for alive in self.live]
         self.bytes_at = np.array(nbytes, float)
 
-    def _seconds(self, node: Node, rates: Rates, trained: dict[str, int]) -> float:
-        """Time of forward and backward; ``trained`` are the bytes of weights with gradients."""
+    def _work(self, node: Node, trained: dict[str, int]) -> PieceWork:
+        """What a node does; ``trained`` are the bytes of weights with gradients."""
         values = self.values
-        work, gradients = node.work, 0
-        if any(values[value].requires_grad for _, value in node.outputs) or node.writes:
-            weights = [trained[name] for name in node.state if name in trained]
-            to_inputs = any(values[value].requires_grad for value in node.operands)
-            gradients = to_inputs + bool(weights or not node.state)
-            work = work + backward_work(node.work, gradients, sum(weights))
-        return work.seconds(rates)
+        if not any(values[value].requires_grad for _, value in node.outputs) and not node.writes:
+            return PieceWork(node.work, Work(), Work())
+        weights = [trained[name] for name in node.state if name in trained]
+        to_inputs = any(values[value].requires_grad for value in node.operands)
+        asked = node.work, to_inputs + bool(weights or not node.state), sum(weights)
+        return PieceWork(node.work, backward_work(*asked), weight_work(*asked))
 
     def changed_settings(self) -> list[ChangedSetting]:
         """Attributes that opened modules read and that differ from those at the recording."""

@@ -27,7 +27,7 @@ from lightning_pipeline.splitting.profiler import Profiler
 from lightning_pipeline.splitting.program import Program
 from lightning_pipeline.splitting.recorder import Recorder
 from lightning_pipeline.splitting.sandbox import Sandbox
-from lightning_pipeline.splitting.tape import RecordingError
+from lightning_pipeline.splitting.tape import RecordingError, Saved
 from lightning_pipeline.splitting.torch_private import pytree
 from lightning_pipeline.splitting.watch import Watch, module_at
 
@@ -64,6 +64,7 @@ def record(
     uncut: tuple[type[nn.Module], ...] = (),
     device: torch.device | None = None,
     rates: Rates | None = None,
+    counts_saved: bool = False,
 ) -> Program:
     """Run a module's forward once on stand-ins and return what it computes, in pieces.
 
@@ -82,6 +83,7 @@ def record(
         uncut: Classes of submodules that are not opened.
         device: Device of the stages; constants of the recording are made for it.
         rates: Speed of the device; by default that of its type.
+        counts_saved: Whether to note what autograd saves, in each node.
 
     Raises:
         SplitError: The outermost forward itself cannot be recorded.
@@ -102,7 +104,8 @@ def record(
     for _ in range(MAX_RETRIES):
 
         def once(leaves: frozenset[str] = leaves) -> Once:
-            return _record_once(module, args, kwargs, forward, leaves, kept_whole, device, rates)
+            call = module, args, kwargs, forward
+            return _record_once(*call, leaves, kept_whole, device, rates, counts_saved)
 
         try:
             program = _settled(once)
@@ -141,11 +144,17 @@ def _record_once(
     kept_whole: dict[str, str],
     device: torch.device,
     rates: Rates,
+    counts_saved: bool,
 ) -> Once:
-    with _counting_versions():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_counting_versions())
         sandbox, cost = Sandbox(module, device), CostMode()
+        saved = Saved(sandbox.storage_names) if counts_saved else None
+        if saved is not None:
+            stack.enter_context(saved.hooks())
         recorder = Recorder(sandbox, cost, leaves)
         tape = recorder.tape
+        tape.saved = saved
         call = _stand_in_arguments(sandbox, args, kwargs)
         inputs: list[tuple[int, int]] = []
         for position, leaf in enumerate(pytree.tree_leaves(call)):

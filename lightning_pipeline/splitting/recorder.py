@@ -165,11 +165,11 @@ class Recorder(TorchFunctionMode):
     def _checkpoint(self, target: Any, ambient: tuple) -> dict[str, Any] | None:
         """Arguments of the checkpoint around this call; it must be around nothing else."""
         hooks = saved_tensor_hooks()
-        if hooks is self.start_hooks and ambient[0] == self.start[0]:
+        if hooks == self.start_hooks and ambient[0] == self.start[0]:
             return None
         found = checkpoint_arguments(Recorder.record.__code__)
         if found is None:
-            if hooks is not self.start_hooks:
+            if hooks != self.start_hooks:
                 raise self.tape.fail("it runs under saved-tensor hooks", MOVE_CODE)
             return None
         module = checkpointed_module(found["function"])

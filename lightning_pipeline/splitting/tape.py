@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -59,6 +60,34 @@ class RecordingError(SplitError):
     draws: bool = False
 
 
+class Saved:
+    """What autograd saves while a forward is recorded, storage by storage.
+
+    Args:
+        known: Storages of parameters and buffers, which are there anyway.
+    """
+
+    def __init__(self, known: Collection[int]) -> None:
+        self._known = known
+        self._kept: list[Tensor] = []  # so that no number is given twice
+        self._new: dict[int, int] = {}
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Notes what is saved in the block, of which no backward can run."""
+        return torch.autograd.graph.saved_tensors_hooks(self._note, lambda packed: packed)
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage not in self._known:
+            self._kept.append(tensor.detach())
+            self._new[storage] = tensor.untyped_storage().nbytes()
+
+    def take(self) -> dict[int, int]:
+        """Bytes of the storages that were saved since the last call."""
+        new, self._new = self._new, {}
+        return new
+
+
 class Before:
     """The tensors that a call is given, and how they were before it."""
 
@@ -103,10 +132,12 @@ class Tape:
     Attributes:
         stack: Dotted names of the opened modules that run at the moment.
         constants: Identities of the tensors that were there before and are burnt in.
+        saved: What autograd saves, if that is counted.
     """
 
     def __init__(self, sandbox: Sandbox, cost: CostMode) -> None:
         self.sandbox, self.cost = sandbox, cost
+        self.saved: Saved | None = None
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.tensors: list[Tensor] = []
@@ -213,6 +244,8 @@ class Tape:
         self._note_writes(node, written)
         node.random |= self.cost.random
         node.work = self.cost.work - before.work
+        if self.saved is not None:
+            node.saved = self.saved.take()
         leaves, spec = pytree.tree_flatten(out)
         known = {id(t) for t in before.tensors}
         dirty = {storage_of(t) for t in written}

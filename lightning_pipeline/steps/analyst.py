@@ -16,6 +16,7 @@ from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.splitting import (
     Program,
+    Rates,
     ValueRef,
     canonical_names,
     record,
@@ -134,6 +135,8 @@ class Analyst:
         leaves: Where earlier recordings of each called module stopped, shared with them, so that
             all recordings of a module have the same pieces.
         uncut: Classes of modules that stay in one piece.
+        rates: Speed of the device; by default that of its type.
+        counts_saved: Whether recordings note what autograd saves.
 
     Attributes:
         fresh_from: Identities of the tensors that were attributes of modules before the step.
@@ -146,6 +149,8 @@ class Analyst:
         device: torch.device,
         leaves: dict[str, frozenset[str]] | None = None,
         uncut: tuple[type[nn.Module], ...] = (),
+        rates: Rates | None = None,
+        counts_saved: bool = False,
     ) -> None:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
@@ -153,6 +158,7 @@ class Analyst:
         self._changes: list[Change] = []
         self.fresh_from: frozenset[int] | None = None
         self.leaves, self.uncut = {} if leaves is None else leaves, uncut
+        self._rates, self._counts_saved = rates, counts_saved
 
     def ambient(self) -> tuple[Any, ...]:
         """Autograd and autocast state of this moment."""
@@ -210,6 +216,8 @@ class Analyst:
                     leaves=self.leaves.get(name),
                     uncut=self.uncut,
                     device=self._device,
+                    rates=self._rates,
+                    counts_saved=self._counts_saved,
                 )
             self._refuse_fresh(program)
         except SplitError as error:
@@ -267,6 +275,8 @@ class Analyst:
                     num_stages=1,
                     leaves=leaves,
                     device=self._device,
+                    rates=self._rates,
+                    counts_saved=self._counts_saved,
                 )
         except SplitError:
             return None

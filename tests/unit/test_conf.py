@@ -15,14 +15,17 @@ from hydra.utils import get_class, get_method
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipeline import cli
-from lightning_pipeline.schedules import SCHEDULES, get_schedule
+from lightning_pipeline.schedules import AUTO, SCHEDULES, get_schedule
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 BENCHMARKS = sorted(path.stem for path in CONF.glob("bench/*.yaml"))
 CHOICES = sorted(
-    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "bench"
+    (path.parent.name, path.stem)
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name not in ("bench", "device")
 )
+DEVICES = sorted(path.stem for path in CONF.glob("device/*.yaml"))
 EXPERIMENTS = [name for group, name in CHOICES if group == "experiment"]
 
 
@@ -90,7 +93,24 @@ def test_what_experiments_advise_for_gpus_composes(name: str) -> None:
 
 def test_schedule_group_is_the_table_of_schedules() -> None:
     files = {name for group, name in CHOICES if group == "schedule"}
-    assert files == {entry.snake for entry in SCHEDULES}
+    assert files == {AUTO, *(entry.snake for entry in SCHEDULES)}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_plans_take_every_device(name: str) -> None:
+    cfg = compose("plan", overrides=[f"device={name}", "experiment=gpt"])
+    assert cfg.device.name == name and cfg.schedule.name == AUTO
+    assert cfg.model._target_.endswith("GPT") and cfg.trainer.max_epochs == 3
+
+
+def test_an_open_schedule_leaves_its_stages_open() -> None:
+    node = settled("schedule=auto", "devices=4").strategy
+    names = ("pipeline_parallel_size", "data_parallel_size", "stages_per_rank", "schedule")
+    assert [node[name] for name in names] == [4, 1, AUTO, AUTO]
+    shorter = ["strategy.pipeline_parallel_size=2", "strategy.data_parallel_size=auto"]
+    assert settled("schedule=auto", "devices=4", *shorter).strategy.pipeline_parallel_size == 2
+    with pytest.raises(ValueError, match=r"schedule=auto chooses the stages.*stages=4"):
+        settled("schedule=auto", "stages=4", "devices=4")
 
 
 @pytest.mark.parametrize("snake", [entry.snake for entry in SCHEDULES])

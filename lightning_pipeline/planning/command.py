@@ -1,0 +1,176 @@
+"""``lightning-pipeline plan``: the best way to run a training, before a device is rented."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning import LightningDataModule, LightningModule
+from omegaconf import DictConfig
+
+from lightning_pipeline.batch import num_rows
+from lightning_pipeline.batchnorm import names_of_norms
+from lightning_pipeline.hooks import arguments_after_batch
+from lightning_pipeline.planning.blueprint import Blueprint
+from lightning_pipeline.planning.candidates import RECOMPUTE, Bounds
+from lightning_pipeline.planning.devices import (
+    Device,
+    device_of,
+    parse_bytes,
+    product_dtype,
+)
+from lightning_pipeline.planning.optimizers import state_bytes
+from lightning_pipeline.planning.planner import Planner
+from lightning_pipeline.planning.tables import (
+    as_data,
+    memory_table,
+    overrides_of,
+    plan_of,
+    ranking,
+    reasons,
+)
+from lightning_pipeline.recipes import Recipes
+from lightning_pipeline.refusals import one_optimizer
+from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
+from lightning_pipeline.splitting import UNPLACED, Rates, release, state_items
+
+PLAN = "plan"
+
+Build = Callable[..., Any]
+"""Builds what a node of the configuration describes."""
+
+
+def run_plan(cfg: DictConfig, build: Build) -> None:
+    """Plans what a configuration describes, and prints it.
+
+    Args:
+        cfg: The composed configuration of ``conf/plan.yaml``.
+        build: Builds what a node describes.
+
+    Raises:
+        ValueError: If nothing is legal or fits; says what would.
+    """
+    device = device_of(cfg.device)
+    bounds, limit = _bounds(cfg), _limit(cfg, device)
+    blueprint, rates, bounds, notes = _blueprint(cfg, build, bounds, device)
+    planner = Planner(blueprint, device, rates, limit)
+    outlook = planner.search(bounds)
+    if not outlook.fitting:
+        raise ValueError(planner.refusal(bounds, outlook))
+    best = outlook.fitting[0]
+    plan = plan_of(best, blueprint.cut(best.candidate.num_stages), notes)
+    if cfg.json:
+        print(json.dumps(as_data(outlook, plan, notes), indent=2))
+        return
+    print(plan)
+    print(memory_table(best))
+    print(f"\nlightning-pipeline train {overrides_of(best)}\n")
+    print(f"{outlook.num_fitting} layouts fit; the best of each kind, the fastest first:")
+    print(ranking(outlook, cfg.top))
+    for line in reasons(outlook):
+        print(f"- {line}")
+
+
+def _bounds(cfg: DictConfig) -> Bounds:
+    """What the configuration leaves open; the rows are filled in when the batch is known."""
+    devices = cfg.devices * cfg.trainer.num_nodes if isinstance(cfg.devices, int) else cfg.devices
+    require_count("devices", devices)
+    if devices < 2:
+        raise ValueError(
+            f"A pipeline needs at least 2 devices, got {devices}. The number comes from "
+            f"devices={cfg.devices}. Set devices=2 or more."
+        )
+    named = cfg.schedule.name != "auto"
+    asked = cfg.activation_checkpointing
+    bounds = Bounds(
+        devices,
+        rows=1,
+        schedules=[get_schedule(cfg.schedule.name)] if named else SCHEDULES,
+        stages=cfg.stages,
+        stages_per_rank=cfg.schedule.stages_per_rank,
+        microbatches=cfg.microbatches,
+        recompute=RECOMPUTE if asked == "auto" else [asked],
+    )
+    bounds.check()
+    return bounds
+
+
+def _limit(cfg: DictConfig, device: Device) -> float:
+    """Bytes of one device; the memory of a host is shared by the ranks on it."""
+    if cfg.memory is not None:
+        return parse_bytes("memory", cfg.memory)
+    return device.memory / (cfg.devices if device.kind == "cpu" else 1)
+
+
+def _blueprint(
+    cfg: DictConfig, build: Build, bounds: Bounds, device: Device
+) -> tuple[Blueprint, Rates, Bounds, list[str]]:
+    """Records the configured model on the shapes of the first batch, without its weights."""
+    recipes = Recipes()
+    with recipes.watch():
+        module = build(cfg.model)
+        trainer = _trainer(cfg, module, build(cfg.data))
+        module.configure_model()
+    trainer.precision_plugin.convert_module(module)
+    with one_optimizer(module):
+        trainer.strategy.setup_optimizers(trainer)
+    sizes, notes = state_bytes(trainer.strategy.optimizers)
+    context = trainer.precision_plugin.train_step_context
+    batch = _first_batch(trainer, module)
+    rows = num_rows(batch, "training_step")
+    min_rows = 2 if names_of_norms(module) else 1
+    bounds = replace(bounds, rows=rows, min_rows=min(min_rows, rows))
+    counts = [m for ranks in bounds.pipelines() for m in bounds.counts(ranks)]
+    unplaced = {item.name: UNPLACED for item in state_items(module) if item.tensor.is_meta}
+    by_name = {item.name: sizes.get(id(item.tensor), 0) for item in state_items(module)}
+    release(module, lambda name: name not in unplaced, unplaced)
+    blueprint = Blueprint(
+        module,
+        batch,
+        rows,
+        (min(counts), max(counts)),
+        bounds.most_stages,
+        device.cutting_rates,
+        by_name,
+        rest=arguments_after_batch(module, "training_step"),
+        context=context,
+    )
+    rates = device.rates(product_dtype(module, torch.device("cpu"), context))
+    return blueprint, rates, bounds, notes
+
+
+def _trainer(cfg: DictConfig, module: LightningModule, data: Any) -> L.Trainer:
+    """A Trainer that trains nothing: it gives hooks what they ask for."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision=cfg.trainer.precision,
+        max_epochs=cfg.trainer.max_epochs,
+        max_steps=cfg.trainer.max_steps,
+        accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,
+        limit_train_batches=cfg.trainer.limit_train_batches,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.strategy.connect(module)
+    # Of Lightning 2.6: what Trainer.fit does before anything runs.
+    is_data = isinstance(data, LightningDataModule)
+    given = {"datamodule": data} if is_data else {"train_dataloaders": data}
+    trainer._data_connector.attach_data(module, **given)
+    trainer._data_connector.prepare_data()
+    if is_data:
+        data.setup("fit")
+    module.setup("fit")
+    return trainer
+
+
+def _first_batch(trainer: L.Trainer, module: LightningModule) -> Any:
+    loader = trainer.fit_loop._data_source.dataloader()
+    batch = trainer.precision_plugin.convert_input(next(iter(loader)))
+    return trainer.strategy.batch_to_device(batch)

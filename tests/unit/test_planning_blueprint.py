@@ -1,0 +1,153 @@
+"""What a blueprint says of stages is what their modules really do and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning as L
+import pytest
+import torch
+from lightning_pipeline.examples.text import GPT, Block
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipeline.errors import StepError
+from lightning_pipeline.planning.blueprint import Blueprint
+from lightning_pipeline.splitting import CPU_RATES
+from lightning_pipeline.splitting.torch_private import storage_of
+
+Batch = tuple[Tensor, Tensor]
+
+
+class MLP(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(8)))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+class Text(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(50, 32), *(Block(32, 4, 0.1) for _ in range(4)))
+        self.head = nn.Linear(32, 50)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.head(self.net(batch[0]))
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class Reading(MLP):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item()
+        return loss
+
+
+def vectors(rows: int) -> Batch:
+    return torch.randn(rows, 32), torch.randn(rows, 32)
+
+
+def tokens(rows: int) -> Batch:
+    codes = torch.randint(0, 50, (rows, 12))
+    return codes, codes
+
+
+MODELS: list[tuple[type[L.LightningModule], Callable[[int], Batch]]] = [
+    (MLP, vectors),
+    (Text, tokens),
+]
+
+
+def blueprint(
+    module: L.LightningModule, batch: Batch, counts: tuple[int, int] = (1, 8)
+) -> Blueprint:
+    return Blueprint(module, batch, len(batch[0]), counts, 4, CPU_RATES, {})
+
+
+def really_saved(module: L.LightningModule, batch: Batch) -> int:
+    """Bytes that autograd saves in a step, weights aside."""
+    weights = {storage_of(p) for p in module.parameters()}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = module.training_step(batch, 0)
+    assert loss.requires_grad
+    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for storage, size in sizes.items() if storage not in weights)
+
+
+@pytest.mark.parametrize(("model", "make"), MODELS)
+@pytest.mark.parametrize("rows", [2, 4, 16])
+def test_one_stage_saves_what_autograd_saves(
+    model: type[L.LightningModule], make: Callable[[int], Batch], rows: int
+) -> None:
+    module = model()
+    module._trainer = None
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    [load] = blueprint(module, make(16)).cut(1).loads(rows)
+    assert load.saved == pytest.approx(really_saved(module, make(rows)), rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "make"), MODELS)
+def test_stages_together_do_what_the_whole_does(
+    model: type[L.LightningModule], make: Callable[[int], Batch]
+) -> None:
+    found = blueprint(model(), make(16))
+    [whole], parts = found.cut(1).loads(4), found.cut(4).loads(4)
+    for name in ("forward", "backward", "weight"):
+        assert sum(getattr(p, name).flops for p in parts) == getattr(whole, name).flops
+    assert sum(part.saved for part in parts) >= whole.saved
+    assert parts[0].received == 0 and all(part.received > 0 for part in parts[1:])
+
+
+@pytest.mark.parametrize(("model", "make"), MODELS)
+def test_between_two_sizes_all_is_a_straight_line(
+    model: type[L.LightningModule], make: Callable[[int], Batch]
+) -> None:
+    module = model()
+    wide, exact = blueprint(module, make(16), (1, 16)), blueprint(module, make(6), (1, 1))
+    for guessed, seen in zip(wide.cut(2).loads(6), exact.cut(2).loads(6), strict=True):
+        assert guessed.saved == pytest.approx(seen.saved, rel=1e-6)
+        assert guessed.forward.flops == pytest.approx(seen.forward.flops, rel=1e-6)
+        assert guessed.received == pytest.approx(seen.received, rel=1e-6)
+
+
+def test_products_cost_twice_as_much_backward_half_of_it_for_weights() -> None:
+    [load] = blueprint(MLP(), vectors(8)).cut(1).loads(8)
+    products = 8 * 2 * 8 * 32 * 32
+    assert load.forward.flops == products
+    # The first layer's input needs no gradient.
+    assert load.backward.flops == 2 * products - products / 8
+    assert load.weight.flops == products
+
+
+def test_states_are_those_of_the_holders() -> None:
+    module = GPT(depth=2, width=16, heads=2, block_size=8)
+    batch = torch.randint(0, 128, (4, 8)), torch.randint(0, 128, (4, 8))
+    sizes = {name: 8 * p.numel() for name, p in module.named_parameters()}
+    states = Blueprint(module, batch, 4, (1, 4), 2, CPU_RATES, sizes).cut(2).states
+    tied = module.tokens.weight.numel()  # on both stages
+    total = sum(p.numel() for p in module.parameters())
+    assert sum(state.parameters for state in states) == total + tied
+    assert sum(state.gradients for state in states) == 4 * (total + tied)
+    assert sum(state.optimizer for state in states) == 8 * (total + tied)
+
+
+def test_a_module_is_as_before() -> None:
+    module, batch = Text(), tokens(4)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    blueprint(module, batch).cut(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert "training_step" not in vars(module)
+
+
+def test_a_step_that_reads_values_is_refused_with_the_reason() -> None:
+    with pytest.raises(StepError, match=r"cannot be followed without values.*loss\.item\(\)"):
+        blueprint(Reading(), vectors(4))

@@ -1,0 +1,159 @@
+"""``lightning-pipeline plan``: its tables, its data for programs, its refusals."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeline import cli
+from lightning_pipeline.planning.command import run_plan
+from lightning_pipeline.schedules import SCHEDULES, get_schedule
+
+SMALL = ["experiment=gpt", "device=h100", "devices=4", "data.num_characters=20000"]
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str
+) -> tuple[int, str, str]:
+    monkeypatch.chdir(folder)
+    try:
+        code = cli.main(["plan", *words])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_the_plan_the_ranking_and_the_overrides(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL)
+    assert code == 0
+    assert "predicted bubble" in out and "partition=" in out
+    assert "memory of each rank of a pipeline" in out
+    [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
+    with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
+        cfg = compose("train", overrides=["output_dir=out", *line.split()[2:], "experiment=gpt"])
+        settled = cli.settle("train", cfg)
+    assert settled.strategy.pipeline_parallel_size * settled.strategy.data_parallel_size == 4
+    header = next(i for i, text in enumerate(out.splitlines()) if text.startswith("schedule  "))
+    first = out.splitlines()[header + 1].split()
+    assert get_schedule(first[0]).name == get_schedule(settled.strategy.schedule).name
+
+
+def test_data_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL, "json=true", "memory=2.03GB")
+    assert code == 0
+    data = json.loads(out)
+    assert data["limit"] == 2.03e9
+    speeds = [found["samples_per_second"] for found in data["fitting"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(found["peak_bytes"] <= 2.03e9 for found in data["fitting"])
+    assert all(found["peak_bytes"] > 2.03e9 for found in data["too_large"])
+    names = {entry.name for entry in SCHEDULES}
+    assert {found["schedule"] for found in data["fitting"]} <= names
+    assert sum(stage["share"] for stage in data["stages"]) == pytest.approx(1)
+
+
+def test_what_is_given_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = ["schedule=Interleaved1F1B", "stages=8", "microbatches=8", "json=true"]
+    code, out, _ = run(
+        capsys, monkeypatch, tmp_path, *SMALL, *given, "activation_checkpointing=full"
+    )
+    assert code == 0
+    for found in json.loads(out)["fitting"]:
+        assert found["schedule"] == "Interleaved1F1B"
+        assert found["ranks"] * found["stages_per_rank"] == 8
+        assert found["microbatches"] == 8 and found["activation_checkpointing"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory=much"], "memory must be a size in bytes, got 'much'"),
+        (["devices=1"], "A pipeline needs at least 2 devices, got 1"),
+        (["stages=7"], "got 7. The number comes from stages=7. Set stages=6 or stages=8"),
+        (["memory=2.001GB"], "needs devices of 2.0"),
+    ],
+)
+def test_refusals_name_the_cure(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    code, out, err = run(capsys, monkeypatch, tmp_path, *SMALL, *words)
+    assert code == 2 and out == ""
+    assert message in err
+
+
+class Llama(L.LightningModule):
+    """A model of the shape of Llama 3 70B, with random weights that nobody makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.net = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=8192,
+                intermediate_size=28672,
+                num_hidden_layers=80,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+                vocab_size=128256,
+                max_position_embeddings=8192,
+            )
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self.net(input_ids=batch[0], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Tokens(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        tokens = torch.zeros(64, 4096, dtype=torch.long)
+        return DataLoader(TensorDataset(tokens, tokens), batch_size=64)
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_are_planned_in_a_minute(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
+        overrides = ["device=h100", "devices=32", "trainer.precision=bf16-true", "json=true"]
+        cfg = compose("plan", overrides=overrides)
+    parts: dict[int, Any] = {id(cfg.model): Llama, id(cfg.data): Tokens}
+
+    def build(node: DictConfig) -> Any:
+        return parts[id(node)]()
+
+    start = time.process_time()
+    run_plan(cfg, build)
+    assert time.process_time() - start < 60
+    data = json.loads(capsys.readouterr().out)
+    assert data["fitting"]
+    assert sum(stage["parameters"] for stage in data["stages"]) == 70_553_706_496

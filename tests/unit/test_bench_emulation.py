@@ -62,7 +62,7 @@ def test_sleeps_are_as_long_as_asked() -> None:
     made(x).sum().backward()
     for sleep in SLEEPS:
         assert sleep.layer == 3
-        least = dict(zip("FIW", SECONDS, strict=True))[sleep.op]
+        least = SECONDS.of(sleep.op)
         assert least <= sleep.end - sleep.start < least + 0.05
 
 

@@ -63,6 +63,7 @@ class Load:
         deferred: Bytes that are kept from the first to the second half of a split backward.
         received: Bytes that come in.
         largest: Bytes that its largest piece saves: what a backward has in hand besides.
+        own: Bytes of ``saved`` that the step's own code saves, which is never recomputed.
     """
 
     forward: Work = field(default_factory=Work)
@@ -72,6 +73,7 @@ class Load:
     deferred: float = 0.0
     received: float = 0.0
     largest: float = 0.0
+    own: float = 0.0
 
     def between(self, other: Load, share: float) -> Load:
         """The load that is ``share`` of the way to ``other``, beyond it above 1."""
@@ -89,7 +91,7 @@ class Load:
             mixed(self.weight, other.weight),
             *(
                 mix(getattr(self, name), getattr(other, name))
-                for name in ("saved", "deferred", "received", "largest")
+                for name in ("saved", "deferred", "received", "largest", "own")
             ),
         )
 
@@ -307,15 +309,19 @@ class _OwnCode(CostMode):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; a survey may run it again."""
         self.work, self._depth = Work(), 0
+        given = {storage_of(t) for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
         out = self._step(*args, **kwargs)
         roots = [t.grad_fn for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        self._saved = sum(saved_in([root for root in roots if root is not None]).values())
+        found = saved_in([root for root in roots if root is not None])
+        # The batch is there anyway.
+        self._saved = sum(size for storage, size in found.items() if storage not in given)
         return out
 
     @property
     def load(self) -> Load:
         """What its own code does and keeps; a gradient goes back through it once."""
-        return Load(self.work, self.work, saved=self._saved, largest=self._saved)
+        saved = self._saved
+        return Load(self.work, self.work, saved=saved, largest=saved, own=saved)
 
     def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.work
@@ -396,6 +402,7 @@ def _sum(loads: Sequence[Load]) -> Load:
         sum(load.deferred for load in loads),
         sum(load.received for load in loads),
         max(load.largest for load in loads),
+        sum(load.own for load in loads),
     )
 
 
@@ -415,12 +422,15 @@ def _part(call: Call, seen: Analysis, low: int, high: int) -> Load:
         low, high = (0, program.num_pieces) if high > low else (0, 0)
     values = program.values
     came = program.live[low] if low else []
+    # What comes from no other call is the batch, which is there anyway.
+    batch = set() if call.depends_on else {values[value].storage for _, value in program.inputs}
     kept = {values[value].storage: values[value].nbytes for value in came}
     received, deferred, largest = sum(kept.values()), 0.0, 0.0
     for piece in range(low, high):
         node = program.nodes[program.pieces[piece]]
-        kept.update(node.saved)
-        own = sum(node.saved.values())
+        saved = {s: size for s, size in node.saved.items() if s not in batch}
+        kept.update(saved)
+        own = sum(saved.values())
         largest = max(largest, own)
         if program.work[piece].weight != Work():
             # What went into its products, and the gradients of what came out.

@@ -164,7 +164,8 @@ def _time(load: Load, rates: Rates, again: bool) -> StageTime:
 
 def _bytes(load: Load, again: bool, splits: bool) -> StageBytes:
     if again:
-        return StageBytes(load.received, 0.0, load.saved)
+        kept = load.received + load.own
+        return StageBytes(kept, 0.0, max(0.0, load.saved - kept))
     return StageBytes(load.saved, load.deferred if splits else 0.0)
 
 

@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: help train test lint clean
+.PHONY: help train test test-gpu lint clean
 
 help:
 	@echo "make train [ARGS='schedule=gpipe trainer.max_epochs=2']  train the default experiment"
 	@echo "make test  [ARGS='-k layout']                            run the tests"
+	@echo "make test-gpu                                            run those that need a GPU"
 	@echo "make lint                                                ruff and mypy"
 	@echo "make clean                                               remove what was built and run"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new $(VENV)"
@@ -19,6 +20,10 @@ train: $(VENV)/.installed-examples
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# One process: the tests that need a CUDA device, which `make test` skips where there is none.
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -5,11 +5,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pipeline.errors import ElsewhereError, PipelineError, SplitError, StepError
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.strategy import PipelineStrategy
+from lightning_pipeline.timeline import PipelineTimeline
 
 __all__ = [
     "ElsewhereError",
     "PipelineError",
     "PipelineStrategy",
+    "PipelineTimeline",
     "Plan",
     "SplitError",
     "StepError",

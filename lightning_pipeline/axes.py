@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_pipeline.hooks import seeds_workers
-from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.mesh import Mesh, Scope, control_device, with_host
 
 
 class AxesStrategy(DDPStrategy):
@@ -77,6 +77,11 @@ class AxesStrategy(DDPStrategy):
         )
         sampler.set_epoch(epoch)
 
+    @override
+    def _get_process_group_backend(self) -> str:
+        # Numbers of the host are compared and decided on without a wait for the device.
+        return with_host(super()._get_process_group_backend())
+
     # Inside a step the ranks of one pipeline are at different lines: only replicas can meet, and
     # while a step is observed nobody can.
 
@@ -85,7 +90,11 @@ class AxesStrategy(DDPStrategy):
         if isinstance(tensor, Tensor) and self._is_alone(group):
             copies = self.mesh.sizes.data
             return tensor * (copies if _is_sum(reduce_op) else 1)
-        return super().reduce(tensor, self._over_replicas(group), reduce_op)
+        if self._is_world(group) and self.mesh.sizes.data == 1:
+            return tensor  # as on one device
+        if self._is_world(group) and isinstance(tensor, Tensor):
+            return _reduced(tensor, self.mesh.data_group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -117,7 +126,8 @@ class AxesStrategy(DDPStrategy):
         if self.mesh.scope is Scope.ALONE:
             return decision
         group = dist.group.WORLD if self.mesh.scope is Scope.ALL else self.mesh.data_group
-        vote = torch.tensor(int(decision), device=self.root_device)
+        device = control_device(group, self.root_device)
+        vote = torch.full((), int(decision), device=device)
         dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group)
         return bool(vote)
 
@@ -129,6 +139,18 @@ class AxesStrategy(DDPStrategy):
 
     def _over_replicas(self, group: Any) -> Any:
         return self.mesh.data_group if self._is_world(group) else group
+
+
+def _reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: Any) -> Tensor:
+    """As Lightning's, in place, but for its barrier: there the host waits for the device."""
+    means = str(reduce_op).lower() in ("mean", "avg")
+    if isinstance(reduce_op, str):
+        reduce_op = dist.ReduceOp.SUM if means else getattr(dist.ReduceOp, reduce_op.upper())
+    dist.all_reduce(tensor, reduce_op, group)
+    if not means:
+        return tensor
+    size = dist.get_world_size(group)
+    return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
 
 
 def _is_sum(reduce_op: Any) -> bool:

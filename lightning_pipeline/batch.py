@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pipeline import transfers
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mappings import with_values
 from lightning_pipeline.splitting.torch_private import pytree
+from lightning_pipeline.transfers import Readback
 
 _SAMPLES = 64
 
@@ -292,7 +302,25 @@ def signature(batch: Any) -> Hashable:
 def checksum(batch: Any) -> int:
     """CRC-32 of sampled elements of every tensor and array in ``batch``, and of its texts.
 
-    Equal batches give equal numbers. Samples of all tensors on one device are copied at once.
+    Equal batches give equal numbers.
+    """
+    crc, elsewhere = checksum_of_host(batch)
+    return checksum_of_samples(elsewhere, crc)
+
+
+def checksum_of_samples(samples: Iterable[Readback], crc: int = 0) -> int:
+    """CRC-32 of samples that have come from devices, behind ``crc``."""
+    for found in samples:
+        crc = zlib.crc32(found.wait().numpy().tobytes(), crc)
+    return crc
+
+
+def checksum_of_host(batch: Any) -> tuple[int, list[Readback]]:
+    """What the host knows of ``batch``, for which it waits for no device.
+
+    Returns:
+        CRC-32 of shapes, dtypes and texts, and of sampled elements on the host; and the samples of
+        all tensors on each device, on their way.
     """
     crc, shapes = 0, []
     samples: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
@@ -300,18 +328,21 @@ def checksum(batch: Any) -> int:
         if isinstance(leaf, str):
             crc = zlib.crc32(leaf[:_SAMPLES].encode(errors="replace"), crc)
         elif isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            shapes.append(tuple(leaf.shape))
+            shapes.append((tuple(leaf.shape), str(leaf.dtype)))
             kinds = samples.setdefault(leaf.device, {})
             kinds.setdefault(leaf.dtype, []).append(_samples(leaf))
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            shapes.append(leaf.shape)
+            shapes.append((leaf.shape, str(leaf.dtype)))
             crc = zlib.crc32(np.ascontiguousarray(_samples_of_array(leaf)).tobytes(), crc)
-    crc = zlib.crc32(repr(shapes).encode(), crc)
+    crc, elsewhere = zlib.crc32(repr(shapes).encode(), crc), []
     with torch.no_grad():
-        for kinds in samples.values():
+        for device, kinds in samples.items():
             joined = torch.cat([torch.cat(found).view(torch.uint8) for found in kinds.values()])
-            crc = zlib.crc32(joined.cpu().numpy().tobytes(), crc)
-    return crc
+            if transfers.is_host(device):
+                crc = zlib.crc32(joined.numpy().tobytes(), crc)
+            else:
+                elsewhere.append(Readback(joined))
+    return crc, elsewhere
 
 
 def _samples(tensor: Tensor) -> Tensor:

@@ -258,9 +258,9 @@ def _measured(norm: nn.Module, x: Tensor) -> Moments:
     if isinstance(norm, _InstanceNorm):
         x = x.unsqueeze(0) if x.dim() == norm._get_no_batch_dim() else x
         var, mean = torch.var_mean(x.flatten(2), 2)
-        return Moments(mean.new_tensor(len(x)), mean.mean(0), var.mean(0))
+        return Moments(mean.new_full((), len(x)), mean.mean(0), var.mean(0))
     var, mean = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1], correction=0)
-    return Moments(mean.new_tensor(x.numel() / x.shape[1]), mean, var)
+    return Moments(mean.new_full((), x.numel() / x.shape[1]), mean, var)
 
 
 def _joined(norm: nn.Module, parts: list[Moments]) -> Moments:

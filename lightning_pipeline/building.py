@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_pipeline.activities import Observer
 from lightning_pipeline.materialising import Deferred, has_no_value, is_unplaced
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.recipes import Recipes
@@ -54,6 +55,11 @@ class BuildingStrategy(SavingStrategy):
                 return
             with self._recipes.watch():
                 yield
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tells ``observer`` what the passes of the training do on this rank, or nobody."""
+        assert self._pipeline is not None, "the strategy is not set up"
+        self._pipeline.engine.observer = observer
 
     def _is_running(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)

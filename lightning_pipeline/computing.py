@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.messages import broadcast_object
 from lightning_pipeline.steps import stream
 
 
@@ -66,11 +66,15 @@ class SharedCompute:
             if self._mesh.is_last:
                 with self._over_replicas(metric), stream(0, metric.device):
                     box = [original(*args, **kw)]
-            dist.broadcast_object_list(box, self._mesh.last_rank, self._mesh.pipeline_group)
+            value = self._share(box[0], metric)
             if isinstance(metric, WrapperMetric) or not metric.compute_with_cache:
-                return box[0]
-            metric._computed = box[0]
+                return value
+            metric._computed = value
         return metric._computed
+
+    def _share(self, value: Any, metric: Metric) -> Any:
+        mesh, what = self._mesh, f"What {type(metric).__name__}.compute returns"
+        return broadcast_object(value, what, mesh.last_rank, mesh.pipeline_group, metric.device)
 
     @contextmanager
     def _over_replicas(self, metric: Metric) -> Iterator[None]:

@@ -77,6 +77,7 @@ def _waiting(size: int, cell: int) -> str:
 
 
 _WIDTH, _MARGIN, _LABEL = 900, 20, 16
+_DIGIT = 5.3  # width of one in a cell
 _HEADER, _HEADING, _ROW, _PITCH, _GAP, _FOOTER = 76, 20, 17, 19, 13, 24
 
 # The kinds of work differ in lightness as well as in hue, so that they stay apart in print and for
@@ -157,7 +158,8 @@ def _block(name: str, timeline: Timeline, top: float, scale: float) -> Iterator[
             # The hairline between cells is the ground showing through.
             yield _rect(f"{kind}{shade}", x, y, max(width - 0.8, 0.0))
             ink = "off" if shade or kind == "W" else "on"
-            yield _text(f"cell {ink}", x + width / 2 - 0.4, y + 12, str(microbatch))
+            if width > _DIGIT * len(str(microbatch)):
+                yield _text(f"cell {ink}", x + width / 2 - 0.4, y + 12, str(microbatch))
 
 
 def _legend() -> Iterator[str]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline.actions import Action, action_lists
+from lightning_pipeline.activities import Observer, Wait, nobody
 from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.backward import Deferred, is_worth_fusing, split_backward, walk_seconds
 from lightning_pipeline.boundary import check_planned, cross
 from lightning_pipeline.cache import Cache
-from lightning_pipeline.lowering import Transfer, lower, receive_early
+from lightning_pipeline.lowering import Kind, Transfer, lower, receive_early
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting.cost import default_rates
@@ -29,7 +30,7 @@ _CACHED_PASSES = 256
 _SPLIT_LOSS = 0.05
 """By how much a backward in two parts is longer, as a share: that of convolutions and attention."""
 
-_Key = tuple[str, int, int]
+_Key = tuple[Kind, int, int]
 """``"F"`` for values and ``"B"`` for gradients, the stage that gets them, and the microbatch."""
 
 
@@ -123,6 +124,9 @@ class Engine:
         schedule: The training schedule.
         stages_per_rank: Number of stages of each rank.
         device: The rank's device.
+
+    Attributes:
+        observer: Is told what training passes do from now on; ``None``: nobody is.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class Engine:
         self._num_stages = self._num_ranks * stages_per_rank
         self._orders: Cache[_Order] = Cache(_CACHED_PASSES)
         self._wire = Wire(mesh.pipeline_group)
+        self.observer: Observer | None = None
 
     def run(self, work: Work) -> None:
         """Runs all microbatches of ``work`` forward, and backward if it trains.
@@ -142,7 +147,10 @@ class Engine:
         """
         key = (work.trains, work.num_microbatches, work.key)
         order = self._orders.get(key, lambda: self._build(work))
-        _Pass(order, work, self._wire, self._num_stages, self._device).run()
+        this = _Pass(order, work, self._wire, self._num_stages, self._device)
+        if self.observer is not None and work.trains:
+            this.tell = self.observer
+        this.run()
 
     def clear(self) -> None:
         """Forgets all orders."""
@@ -186,7 +194,12 @@ class _Pass:
         wire: The way to other ranks.
         num_stages: Number of stages of the pipeline.
         device: The rank's device.
+
+    Attributes:
+        tell: Is told what the pass does from now on.
     """
+
+    tell: Observer = staticmethod(nobody)
 
     def __init__(
         self, order: _Order, work: Work, wire: Wire, num_stages: int, device: torch.device
@@ -213,14 +226,18 @@ class _Pass:
         for step in self._order.steps:
             if isinstance(step, Transfer):
                 if not is_checked:
+                    self.tell(Wait("batch"))
                     self._work.before_messages()
                     is_checked = True
+                self.tell(step)
                 (self._send if step.sends else self._receive)(step)
                 continue
             self._end_action()
             self._current = step
+            self.tell(step)
             run[step.op](step)
         self._end_action()
+        self.tell("else")
         for key in list(self._going):
             self._arrived(key)
 
@@ -230,10 +247,12 @@ class _Pass:
         if action is None:
             return
         if self._left is not None:
+            self.tell(action._replace(op="W"))
             with torch.autocast(self._device.type, enabled=False):
                 self._left.run()
             self._left = None
         if self._order.last_backward.get(action.stage) == action:
+            self.tell("exchange begins")
             self._work.finished(action.stage)
 
     # messages
@@ -252,13 +271,16 @@ class _Pass:
         messages = self._order.parcels[key].empty(self._device)
         self._coming[key] = messages, self._wire.receive(messages, transfer.peer, self._tag(*key))
 
-    def _take(self, key: _Key) -> list[Tensor]:
-        """What has been made for a stage of this rank."""
+    def _take(self, kind: Kind, action: Action) -> list[Tensor]:
+        """What has been made for an action of this rank."""
+        key = kind, action.stage, action.microbatch
         if key in self._here:
             return self._here.pop(key)
         messages, handles = self._coming.pop(key)
+        self.tell(Wait(*key))
         for handle in handles:
             handle.wait()
+        self.tell(action)
         return self._order.parcels[key].unpack(messages)
 
     def _arrived(self, key: _Key) -> None:
@@ -275,7 +297,7 @@ class _Pass:
         metas = self._order.metas[stage, microbatch]
         received: list[Tensor] = []
         if stage:
-            for tensor, meta in zip(self._take(("F", stage, microbatch)), metas, strict=True):
+            for tensor, meta in zip(self._take("F", action), metas, strict=True):
                 received.append(tensor.detach().requires_grad_(meta.requires_grad))
         out = self._work.forward(stage, microbatch, tuple(map(cross, received)))
         if stage == self._num_stages - 1:
@@ -294,14 +316,13 @@ class _Pass:
             self._frames[stage, microbatch] = _Frame(received, roots)
             if stage == self._num_stages - 1:
                 factor = self._work.loss_factor(microbatch)
-                grad = torch.as_tensor(factor, dtype=out.dtype, device=out.device)
-                self._here["B", stage, microbatch] = [grad]
+                self._here["B", stage, microbatch] = [_of_kind(out, factor)]
 
     def _roots(self, action: Action) -> list[tuple[GradientEdge, Tensor]]:
         """Where the backward begins, with the gradients there."""
         stage, _, microbatch = action
         self._arrived(("F", stage + 1, microbatch))  # its gradient comes back
-        grads = self._take(("B", stage, microbatch))
+        grads = self._take("B", action)
         roots = self._frames[stage, microbatch].roots
         return [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None]
 
@@ -369,3 +390,10 @@ class _Pass:
             for meta, grad in zip(metas, grads, strict=True)
             if meta.requires_grad
         ]
+
+
+def _of_kind(like: Tensor, number: float | Tensor) -> Tensor:
+    """A single number with the dtype and on the device of ``like``."""
+    if isinstance(number, Tensor):
+        return number.to(like.device, like.dtype)
+    return torch.full((), number, dtype=like.dtype, device=like.device)

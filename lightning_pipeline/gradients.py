@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeline import transfers
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
 
@@ -60,7 +63,8 @@ class _Bucket:
     """Some gradients on their way over an axis, as one message.
 
     A parameter without a gradient on any rank must stay without one (an optimizer skips it), so
-    the message counts the ranks that have one.
+    the ranks that have one are counted: in the message where that is on the host, which can read
+    it, else in one of its own.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -70,17 +74,24 @@ class _Bucket:
             (torch.zeros_like(p) if grad is None else grad).reshape(-1)
             for p, grad in zip(parameters, self._grads, strict=True)
         ]
-        has_grad = flat[0].new_tensor([float(grad is not None) for grad in self._grads])
-        self._message = torch.cat([*flat, has_grad])
+        counts = torch.from_numpy(np.array([float(grad is not None) for grad in self._grads]))
+        self._counting: Any = None
+        if transfers.is_host(flat[0].device):
+            flat.append(counts.to(flat[0].dtype))
+        else:
+            self._counting = dist.all_reduce(counts, group=group, async_op=True)
+        self._counts, self._message = counts, torch.cat(flat)
+        self._rest = 0 if self._counting else len(counts)
         self._handle = dist.all_reduce(self._message, group=group, async_op=True)
 
     def finish(self, divisor: float) -> None:
         """Waits and writes the sum over the ranks, divided by ``divisor``, into the gradients."""
         self._handle.wait()
-        sizes = [p.numel() for p in self._parameters]
-        *means, has_grad = self._message.split([*sizes, len(sizes)])
-        missing = any(grad is None for grad in self._grads)
-        present = has_grad.tolist() if missing else [1.0] * len(sizes)
+        *means, counts = self._message.split([*(p.numel() for p in self._parameters), self._rest])
+        if self._counting is not None:
+            self._counting.wait()
+            counts = self._counts
+        present = counts.tolist()
         for parameter, grad, mean, count in zip(
             self._parameters, self._grads, means, present, strict=True
         ):
@@ -159,12 +170,10 @@ class GradientReducer:
         size = self._mesh.sizes.data
         if not self._weights or self._weights[0] is None:
             return float(size)  # the losses are scaled already
-        total = torch.tensor(sum(w for w in self._weights if w is not None), dtype=torch.float64)
+        total = np.array([sum(w for w in self._weights if w is not None)])
         if size > 1:
-            device = next((p.device for own in self._own.values() for p in own), total.device)
-            total = total.to(device)
-            dist.all_reduce(total, group=self._mesh.data_group)
-        return float(total) or 1.0  # nothing counts: the gradients are zeros
+            dist.all_reduce(torch.from_numpy(total), group=self._mesh.data_group)
+        return float(total[0]) or 1.0  # nothing counts: the gradients are zeros
 
     def complete(self) -> None:
         """Waits for all exchanges; call with the gradients in their places."""

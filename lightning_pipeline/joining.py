@@ -78,6 +78,8 @@ def joined(
 
 def _are_weighted(calls: Sequence[Call]) -> bool:
     """Whether each microbatch says what its value counts, in fractions of no known whole."""
+    if not any("weight" in call[1] for call in calls):
+        return False
     weights = [torch.as_tensor(call[1].get("weight", 1)) for call in calls]
     single = all(weight.numel() == 1 and weight.is_floating_point() for weight in weights)
     return single and len({weight.item() for weight in weights}) > 1
@@ -147,6 +149,9 @@ def _put_together(values: tuple[Any, ...], rows: Sequence[int], common: bool) ->
 def _single(values: tuple[Any, ...], rows: Sequence[int], counts: Sequence[Sequence[int]]) -> Any:
     """An argument without rows."""
     first = values[0]
+    if all(isinstance(v, Tensor) and not v.ndim and v.is_floating_point() for v in values):
+        weighted = [v.double() * w for v, w in zip(values, rows, strict=True)]
+        return (sum(weighted) / sum(rows)).to(first.dtype)
     numbers = [v.item() if isinstance(v, Tensor) and not v.ndim else v for v in values]
     if all(type(number) is int for number in numbers):
         if any(numbers == list(count) for count in counts):

@@ -13,13 +13,27 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeline.batch import Cut, checksum, cut_batch, even_cut, leaves, num_rows, parts_of
+from lightning_pipeline import transfers
+from lightning_pipeline.batch import (
+    Cut,
+    checksum_of_host,
+    checksum_of_samples,
+    cut_batch,
+    even_cut,
+    leaves,
+    num_rows,
+    parts_of,
+)
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.transfers import Readback
 
 
 class SameBatch:
     """A comparison of what the ranks of a pipeline begin a step with, under way while they begin.
+
+    What the host knows, such as shapes, is compared before the first message of the step; samples
+    of what is on a device, for which that would have to wait, when the step has been launched.
 
     Args:
         step: Name of the step, for messages.
@@ -39,10 +53,16 @@ class SameBatch:
     ) -> None:
         self._step, self._mesh, self._last_change = step, mesh, changes[1]
         self._handle: Any = None
+        self._samples: list[Readback] = []
+        self._is_late = mesh.sizes.pipeline > 1 and not transfers.is_host(device)
         if mesh.sizes.pipeline > 1:
-            mark = torch.tensor([checksum(batch), changes[0]], device=device)
-            self._marks = [torch.empty_like(mark) for _ in mesh.pipeline_ranks]
-            self._handle = dist.all_gather(self._marks, mark, mesh.pipeline_group, async_op=True)
+            known, self._samples = checksum_of_host(batch)
+            self._handle = self._gather(known, changes[0])
+
+    def _gather(self, *numbers: int) -> Any:
+        mark = torch.from_numpy(np.array(numbers))
+        self._marks = [torch.empty_like(mark) for _ in self._mesh.pipeline_ranks]
+        return dist.all_gather(self._marks, mark, self._mesh.pipeline_group, async_op=True)
 
     def require(self) -> None:
         """Waits for it; must come before any other message, which might have other shapes.
@@ -64,6 +84,18 @@ class SameBatch:
                 "that all ranks run."
             )
         self._require_batch([batch_sum for batch_sum, _ in found])
+
+    def require_values(self) -> None:
+        """Compares what was on the device; all ranks call it behind :meth:`require`.
+
+        It waits for what the device was given before this comparison began, and no more.
+
+        Raises:
+            StepError: If the batches differ, on every rank.
+        """
+        if self._is_late:
+            self._gather(checksum_of_samples(self._samples)).wait()
+            self._require_batch(torch.cat(self._marks).tolist())
 
     def _require_batch(self, found: list[int]) -> None:
         mesh = self._mesh

@@ -1,24 +1,28 @@
 """What a step logs: recorded per microbatch on the last stage, replayed on every rank.
 
 One small broadcast a step carries the values from the last stage to the other ranks of its
-pipeline, with the loss. Then the real ``self.log`` runs everywhere, so that callbacks decide alike
-on all ranks.
+pipeline, with the loss. What is computed on a device stays there and travels by itself, so that no
+rank waits for its device. Then the real ``self.log`` runs everywhere, so that callbacks decide
+alike on all ranks.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pipeline import transfers
 from lightning_pipeline.agreement import Agreement
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.errors import StepError
@@ -26,11 +30,12 @@ from lightning_pipeline.merging import Place, is_whole
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.messages import broadcast_object
 from lightning_pipeline.metrics import Origin, StepMetrics
+from lightning_pipeline.transfers import placed
 
-# structure, loss, number of values, dtype of the loss, more to come, weight of the batch
-_HEADER = 6
+# structure, number of names, dtype of the loss, more to come, weight of the batch
+_HEADER = 5
 _LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CAPACITY = 64  # values in the first broadcast; more follow in a second one
+_CAPACITY = 64  # numbers in the first broadcast; more follow in a second one
 _CACHED_STRUCTURES = 256
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
@@ -48,6 +53,7 @@ class _Entry:
     is_whole: bool
     values: list[Tensor] = field(default_factory=list)
     sizes: list[float | None] = field(default_factory=list)
+    microbatches: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     rows: list[float] = field(default_factory=list)
 
@@ -92,7 +98,7 @@ class LogRecorder:
         self._entries: dict[_Key, _Entry] = {}
         self._constants = constants
         self._calls: Counter[str] = Counter()
-        self.rows = 0
+        self.rows = self._ended = 0
 
     def __call__(
         self,
@@ -127,14 +133,20 @@ class LogRecorder:
         entry.values.append(tensor.to(torch.float64))
         entry.sizes.append(None if batch_size is None else float(batch_size))
 
-    def end(self, weight: float | None) -> None:
-        """Ends a microbatch: what it logged counts as much as its rows, or its own weight."""
-        share = float(self.rows) if weight is None else weight
+    def end(self) -> None:
+        """Ends a microbatch."""
         for entry in self._entries.values():
-            new = len(entry.values) - len(entry.shares)
-            entry.shares += [share] * new
+            new = len(entry.values) - len(entry.rows)
+            entry.microbatches += [self._ended] * new
             entry.rows += [float(self.rows)] * new
+        self._ended += 1
         self._calls.clear()
+
+    def weigh(self, weights: Sequence[float | None]) -> None:
+        """Ends the batch: what a microbatch logged counts as much as its weight, or its rows."""
+        for entry in self._entries.values():
+            given = [weights[index] for index in entry.microbatches]
+            entry.shares = [_first(*pair) for pair in zip(given, entry.rows, strict=True)]
 
     def structure(self) -> list[tuple[str, dict[str, Any], str | None, torch.dtype | None]]:
         """Names, arguments, metrics and dtypes, in the order of the first log.
@@ -152,35 +164,35 @@ class LogRecorder:
             and self._metrics.batch_value(entry.metric, entry.origin) is None
         )
 
-    def values(self, device: torch.device) -> Tensor:
-        """Value and weight of every name over the whole batch, float64 of shape [2 x names]."""
-        flat: list[Tensor] = []
-        for key, entry in self._entries.items():
-            weights = torch.tensor(entry.weights, dtype=torch.float64, device=device)
-            if entry.metric is not None:
-                known = self._metrics.batch_value(entry.metric, entry.origin)
-                value = torch.zeros(()) if known is None else known
-                value = value.to(device, torch.float64)
-            elif entry.origin is not None:
-                value = self._metrics.value_of(entry.origin).to(device, torch.float64)
-            else:
-                values = torch.stack([v.to(device) for v in entry.values])
-                value = _reduced(values, weights, entry.arguments["reduce_fx"])
-                if self._is_count(key[0], entry):
-                    value = values.sum()
-            flat += [value, value.new_tensor(self._total(key, entry))]
-        return torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
+    def values(self, device: torch.device) -> list[Tensor]:
+        """Value of every name over the whole batch, on ``device``, float64 of shape []."""
+        return [self._value(key[0], e, device).double() for key, e in self._entries.items()]
 
-    def _is_count(self, name: str, entry: _Entry) -> bool:
+    def _value(self, name: str, entry: _Entry, device: torch.device) -> Tensor:
+        if entry.metric is not None:
+            known = self._metrics.batch_value(entry.metric, entry.origin)
+            return torch.zeros((), device=device) if known is None else placed(known, device)
+        if entry.origin is not None:
+            return placed(self._metrics.value_of(entry.origin), device)
+        values = torch.stack([placed(value, device) for value in entry.values])
+        if self._is_count(name, entry, values):
+            return values.sum()
+        return _reduced(values, entry.weights, entry.arguments["reduce_fx"])
+
+    def totals(self) -> list[float]:
+        """What the batch counts under every name in means over several."""
+        return [self._total(key, entry) for key, entry in self._entries.items()]
+
+    def _is_count(self, name: str, entry: _Entry, values: Tensor) -> bool:
         """Whether it is a whole number to add, such as that of the tokens of a microbatch."""
         if not entry.is_whole or _reduction(entry.arguments["reduce_fx"]) != "mean":
             return False
-        if len({float(value) for value in entry.values}) > 1:
+        if ("log", name) not in self._counts and len(set(values.tolist())) > 1:
             self._counts.add(("log", name))
         return ("log", name) in self._counts
 
     def _total(self, key: _Key, entry: _Entry) -> float:
-        """What the batch counts in means over several."""
+        """What the batch counts under one name."""
         if key not in self._constants:
             constant = len(set(entry.sizes)) == 1 and entry.sizes[0] is not None
             is_rows = entry.sizes == entry.rows
@@ -219,10 +231,13 @@ def _reduction(reduce_fx: Any) -> str:
     return _REDUCTIONS.get(name.lower(), "mean")
 
 
-def _reduced(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
+def _reduced(values: Tensor, weights: list[float], reduce_fx: Any) -> Tensor:
     reduction = _reduction(reduce_fx)
     if reduction == "mean":
-        return (values * weights)[weights > 0].sum() / weights.sum()
+        weighted = [v * weight for v, weight in zip(values, weights, strict=True) if weight > 0]
+        if not weighted:
+            return values.new_full((), math.nan)
+        return torch.stack(weighted).sum() / sum(weights)
     if reduction == "sum":
         return values.sum()
     return values.max() if reduction == "max" else values.min()
@@ -262,43 +277,58 @@ class LogExchange:
         """
         if self._module.trainer.training:
             self._agreement.check()
-        header, values, structure = self._broadcast(recorder, loss, weight, more)
-        if int(header[4]):
+        structure: list[Any] | None = None
+        own: list[float] | None = None
+        values = None
+        if recorder is not None:
+            structure, numbers = recorder.structure(), recorder.values(self._device)
+            kind = 0.0 if loss is None else float(_LOSS_DTYPES.index(loss.dtype))
+            given = -1.0 if weight is None else weight
+            own = [_identity(structure), len(numbers), kind, more is not None, given]
+            own += recorder.totals()
+            first = torch.zeros((), device=self._device) if loss is None else loss
+            values = torch.stack([first.double(), *numbers])
+        (identity, _, kind, is_more, given, *totals), values = self._broadcast(own, values)
+        structure = self._structures.get(
+            int(identity), lambda: self._broadcast_object(structure, "What the step logs")
+        )
+        if is_more:
             more = self._broadcast_object(more, "What the step returns, appends or sets")
-        self._replay(structure, values)
-        given = float(header[5])
-        return header[1].to(_LOSS_DTYPES[int(header[3])]), None if given < 0 else given, more
+        self._replay(structure, values[1:], totals)
+        return values[0].to(_LOSS_DTYPES[int(kind)]), None if given < 0 else given, more
 
     def _broadcast(
-        self,
-        recorder: LogRecorder | None,
-        loss: Tensor | None,
-        weight: float | None,
-        more: Any,
-    ) -> tuple[Tensor, Tensor, list[Any]]:
-        message = torch.zeros(_HEADER + _CAPACITY, dtype=torch.float64, device=self._device)
-        values, structure = torch.zeros(0, dtype=torch.float64, device=self._device), None
-        if recorder is not None:
-            structure, values = recorder.structure(), recorder.values(self._device)
-            message[0] = _identity(structure)
-            message[2] = values.numel()
-            if loss is not None:
-                message[1], message[3] = loss, _LOSS_DTYPES.index(loss.dtype)
-            message[4] = float(more is not None)
-            message[5] = -1.0 if weight is None else weight
-            message[_HEADER : _HEADER + values.numel()] = values[:_CAPACITY]
-        self._send(message)
-        identity, count = int(message[0]), int(message[2])
-        if count > _CAPACITY:
-            rest = values[_CAPACITY:] if recorder else message.new_zeros(count - _CAPACITY)
-            self._send(rest)
-            values = torch.cat([message[_HEADER:], rest])
-        else:
-            values = message[_HEADER : _HEADER + count]
-        known = self._structures.get(
-            identity, lambda: self._broadcast_object(structure, "What the step logs")
-        )
-        return message[:_HEADER], values, known
+        self, own: list[float] | None, values: Tensor | None
+    ) -> tuple[list[float], Tensor]:
+        """Header and totals of the last stage, and its loss and values.
+
+        Args:
+            own: The former, on the last stage.
+            values: The latter, on the rank's device: float64 of shape [1 + names].
+        """
+        if transfers.is_host(self._device):  # all in one message
+            told = self._tell(own and [*own, *cast(Tensor, values).tolist()])
+            count = _HEADER + int(told[1])
+            return told[:count], torch.from_numpy(np.array(told[count:]))
+        told = self._tell(own)
+        if values is None:
+            size = 1 + int(told[1])
+            values = torch.empty(size, dtype=torch.float64, device=self._device)
+        self._send(values)
+        return told, values
+
+    def _tell(self, numbers: list[float] | None) -> list[float]:
+        """Numbers of the last stage's host, which alone knows how many there are."""
+        message = np.zeros(1 + _CAPACITY)
+        if numbers is not None:
+            message[: 1 + min(_CAPACITY, len(numbers))] = [len(numbers), *numbers[:_CAPACITY]]
+        self._send(torch.from_numpy(message))
+        size, found = int(message[0]), message[1:].tolist()
+        if size > _CAPACITY:
+            rest = np.array(numbers[_CAPACITY:]) if numbers else np.zeros(size - _CAPACITY)
+            self._send(torch.from_numpy(rest))
+            found += rest.tolist()
+        return found[:size]
 
     def _send(self, message: Tensor) -> None:
         dist.broadcast(message, self._mesh.last_rank, self._mesh.pipeline_group)
@@ -307,14 +337,16 @@ class LogExchange:
         mesh = self._mesh
         return broadcast_object(value, what, mesh.last_rank, mesh.pipeline_group, self._device)
 
-    def _replay(self, structure: list[Any], values: Tensor) -> None:
-        for index, (name, given, metric, dtype) in enumerate(structure):
+    def _replay(self, structure: list[Any], values: Tensor, totals: list[float]) -> None:
+        for (name, given, metric, dtype), number, total in zip(
+            structure, values, totals, strict=True
+        ):
             arguments = dict(given)
             if arguments.pop("batch_size"):
-                arguments["batch_size"] = int(values[2 * index + 1])
+                arguments["batch_size"] = int(total)
             if self._mesh.sizes.data == 1:
                 arguments["sync_dist"] = True  # equal on all ranks: Lightning need not warn
-            value: Any = values[2 * index].to(dtype or torch.get_default_dtype())
+            value: Any = number.to(dtype or torch.get_default_dtype())
             if metric is not None:
                 logged: Any = self._module.get_submodule(metric)
                 cache = value.to(torch.get_default_dtype()) if dtype is not None else None

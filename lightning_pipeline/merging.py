@@ -136,10 +136,9 @@ class Merger:
         if first.is_floating_point():
             return mean(values, self.shares)
         if first.dtype == torch.bool:
-            same = all(bool(value) == bool(first) for value in values)
-            return first if same else list(values)
-        numbers = [int(value) for value in values]
-        return first.new_tensor(sum(numbers)) if self._counts(numbers, place) else first
+            return first if len(set(_numbers(values))) == 1 else list(values)
+        numbers = _numbers(values)
+        return first.new_full((), sum(numbers)) if self._counts(numbers, place) else first
 
     def _have_rows(self, values: Sequence[Any]) -> bool:
         """Whether these have the rows of the microbatches, in the batch of some loader."""
@@ -158,6 +157,12 @@ def mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     weighted = [v.double() * share for v, share in zip(values, shares, strict=True) if share]
     total = torch.stack(weighted).sum() if weighted else values[0].new_zeros(())
     return total.to(values[0].dtype)
+
+
+def _numbers(values: Sequence[Tensor]) -> list[Any]:
+    """Single values in Python, read from their device at once."""
+    numbers: list[Any] = torch.stack(list(values)).tolist()
+    return numbers
 
 
 def _kind(value: Any) -> Any:

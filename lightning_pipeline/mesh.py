@@ -20,8 +20,10 @@ from datetime import timedelta
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from lightning_pipeline import transfers
 from lightning_pipeline.schedules import Auto, Schedule, require_count
 from lightning_pipeline.threads import calm_gloo
 
@@ -104,6 +106,26 @@ def _nearest_divisors(number: int, value: int) -> str:
     divisors = [k for k in range(1, number + 1) if number % k == 0]
     low = max(k for k in divisors if k < value)
     return " or ".join(str(k) for k in [low, *[k for k in divisors if k > value][:1]])
+
+
+def with_host(backend: str) -> str:
+    """The backends of a group in which tensors of the host travel besides those of a device.
+
+    Example:
+        >>> with_host("nccl"), with_host("gloo")
+        ('cpu:gloo,cuda:nccl', 'gloo')
+
+    Args:
+        backend: Name of a backend, or pairs of devices and backends, as torch takes them.
+    """
+    config = str(dist.BackendConfig(dist.Backend(backend)))
+    devices = [pair.split(":")[0] for pair in config.split(",")]
+    return backend if "cpu" in devices else f"cpu:gloo,{config}"
+
+
+def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where numbers of the host travel in ``group``: there if they can, on ``device`` otherwise."""
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
 
 
 class Mesh:
@@ -216,11 +238,14 @@ class Mesh:
         }
         return tuple(ranks[holder] for holder in sorted(holders))
 
-    def build_groups(self, timeout: timedelta | None = None) -> None:
+    def build_groups(
+        self, timeout: timedelta | None = None, device: torch.device | None = None
+    ) -> None:
         """Builds the groups of all pipelines and of all replicas; every rank must call it.
 
         Args:
             timeout: How long a collective may take; ``None`` is the default group's.
+            device: The rank's device; ``None`` is the host.
         """
         self._timeout = timeout
         for data_rank in range(self.sizes.data):
@@ -230,6 +255,10 @@ class Mesh:
         pipeline, data = self._groups[self.pipeline_ranks], self._groups[self.data_ranks]
         assert pipeline is not None and data is not None
         self.pipeline_group, self.data_group = pipeline, data
+        if device is not None and not transfers.is_host(device):
+            # The first message of a group over NCCL must be one of all its ranks.
+            for group in (pipeline, data):
+                dist.all_reduce(torch.zeros((), device=device), group=group)
 
     def leave(self) -> None:
         """Ends all groups; without it the threads of gloo may abort a process that exits."""
@@ -270,6 +299,7 @@ class Mesh:
             return
         # The order of the ranks is the order inside the group: messages are addressed by the rank
         # inside the pipeline.
-        group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+        backend = with_host(dist.get_backend_config())
+        group = dist.new_group(list(ranks), timeout, backend, sort_ranks=False)
         self._groups[ranks] = group if self.global_rank in ranks else None
         calm_gloo()

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipeline import transfers
 from lightning_pipeline.mesh import MeshSizes
 from lightning_pipeline.splitting import is_elsewhere, state_items
 
@@ -34,13 +36,21 @@ def count_replicas(callbacks: Iterable[Callback], sizes: MeshSizes) -> None:
                     throughput.available_flops = callback.available_flops * sizes.pipeline
 
 
-def validate_together(trainer: Trainer) -> None:
-    """Lets rank 0's clock decide for all when ``val_check_interval`` is a time.
-
-    Lightning asks each rank's own, and a rank that validates alone waits for the others for ever.
+def decide_together(trainer: Trainer) -> None:
+    """Lets rank 0 decide for all when to validate and, without a wait for a device, when to stop.
 
     Args:
         trainer: The Trainer, with its strategy set up.
+    """
+    _validate_together(trainer)
+    if not transfers.is_host(trainer.strategy.root_device):
+        _stop_together(trainer)
+
+
+def _validate_together(trainer: Trainer) -> None:
+    """Lets rank 0's clock decide for all when ``val_check_interval`` is a time.
+
+    Lightning asks each rank's own, and a rank that validates alone waits for the others for ever.
     """
     if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
         return
@@ -51,6 +61,19 @@ def validate_together(trainer: Trainer) -> None:
         return trainer.strategy.broadcast(decide(loop, data_fetcher))
 
     loop.__dict__["_should_check_val_fx"] = decided
+
+
+def _stop_together(trainer: Trainer) -> None:
+    """Lets rank 0 tell on the host, before each batch, whether there was a SIGTERM.
+
+    Lightning asks on the device, where the answer comes behind all that was given to it.
+    """
+
+    def told() -> None:
+        if trainer.strategy.broadcast(trainer.received_sigterm):
+            raise SIGTERMException
+
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = told
 
 
 def keep_examples_with_weights(module: LightningModule) -> Callable[[], None]:

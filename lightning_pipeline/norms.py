@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad
 
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.placing import Held
+from lightning_pipeline.transfers import placed
 
 
 class _Redirected:
@@ -86,7 +87,7 @@ class WholeNorm:
             return self._total_norm.original(given, norm_type, error_if_nonfinite, foreach)
         own = [tensor for tensor in given if counted[id(tensor)]]
         local = self._total_norm.original(own, norm_type, False, foreach)
-        total = self._combined(local.to(self._device, torch.float64), float(norm_type))
+        total = self._combined(placed(local, self._device).double(), float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients of all stages is {total}, "
@@ -108,11 +109,13 @@ class WholeNorm:
         for index, parameter in enumerate(named.values()):
             if parameter.grad is not None and held.counted_here.get(id(parameter)):
                 found[0, index] = parameter.grad.data.norm(order)
-                found[1, index] = 1
+                found[1, index].fill_(1)
         dist.all_reduce(found, group=self._mesh.pipeline_group)
         measured = [
             (name, _Measured(norm.to(parameter.dtype)))
-            for (name, parameter), norm, given in zip(named.items(), *found, strict=True)
+            for (name, parameter), norm, given in zip(
+                named.items(), found[0], found[1].tolist(), strict=True
+            )
             if given
         ]
         return self._grad_norm.original(_Measures(measured), norm_type, group_separator)

@@ -190,9 +190,9 @@ class _File:
             simulate(self._lists, [StageTime(1, 1, 1)] * num_stages)
         except Deadlock as error:
             stuck = "; ".join(
-                f"{action} in {self._cells[action]} needs {' or '.join(map(str, options))}"
-                f", which is in {self._cells[next(a for a in options if a in self._cells)]}"
+                f"{action} in {self._cells[action]} needs {needed}, which is in {cell}"
                 for action, options in error.stuck
+                for needed, cell in ((a, self._cells[a]) for a in options if a in self._cells)
             )
             self._refuse("every action behind those that it needs", stuck, "move one of them")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline import transfers
 from lightning_pipeline.batch import Cut
 from lightning_pipeline.batchnorm import counting
 from lightning_pipeline.errors import StepError
@@ -28,6 +29,7 @@ from lightning_pipeline.steps import (
     modes_of,
 )
 from lightning_pipeline.steps.patches import patched
+from lightning_pipeline.transfers import Readback
 
 
 @dataclass
@@ -53,7 +55,8 @@ class StepPass:
         appended: What the step appended to the module's lists for each microbatch with rows.
         assigned: What it set other attributes of the module to, likewise.
         losses: Loss of each microbatch with rows, on the last stage of a training pass.
-        weights: The weight that the step returned for each of them, ``None`` if it did not.
+        weights: The weight that the step returned for each of them, ``None`` if it did not; a
+            tensor as long as it is on the device only.
         same: The comparison of the ranks' batches, as long as it is under way.
         came: Stage and index of the received values for which a gradient has come back.
     """
@@ -76,9 +79,10 @@ class StepPass:
     appended: list[dict[Place, list[Any]]] = field(default_factory=list)
     assigned: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    weights: list[float | None] = field(default_factory=list)
+    weights: list[float | Tensor | None] = field(default_factory=list)
     same: SameBatch | None = None
     came: set[tuple[int, int]] = field(default_factory=set)
+    _coming: Readback | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -126,7 +130,10 @@ class StepPass:
         self.assigned.append(detached(runner.assigned))
         runner.forget()
         self.weights.append(_weight_of(item, returned))
-        self.recorder.end(self.weights[-1])
+        self.recorder.end()
+        if len(self.weights) == len(self.cut.sizes):
+            found = [weight for weight in self.weights if isinstance(weight, Tensor)]
+            self._coming = Readback(torch.stack(found)) if found else None
         return self._loss(item, returned)
 
     def _fill(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
@@ -148,8 +155,11 @@ class StepPass:
         if not self.trains:
             return torch.zeros(())
         loss = _loss_of(item, returned)
-        if self.weights[-1] == 0.0:
-            # The mean over nothing is NaN, which no factor makes a zero.
+        # The mean over nothing is NaN, which no factor makes a zero.
+        weight = self.weights[-1]
+        if isinstance(weight, Tensor):
+            loss = torch.where(weight == 0.0, loss.nan_to_num(0.0, 0.0, 0.0), loss)
+        elif weight == 0.0:
             loss = loss.nan_to_num(0.0, 0.0, 0.0)
         self.losses.append(loss.detach())
         return loss
@@ -162,13 +172,31 @@ class StepPass:
             return self.scale * weight
         return self.scale * self.cut.share(microbatch) / self.accumulated
 
+    def settle(self) -> None:
+        """Waits for the weights that are on the device, on the last stage.
+
+        Raises:
+            StepError: If one is no weight.
+        """
+        if self._coming is not None:
+            step, coming = self.microbatches[0].plan.step, iter(self._coming.wait().tolist())
+            self.weights = [
+                _checked(step, next(coming)) if isinstance(weight, Tensor) else weight
+                for weight in self.weights
+            ]
+        self.recorder.weigh(self._numbers())
+
+    def _numbers(self) -> list[float | None]:
+        """The weights, when none is on the device."""
+        return [None if weight is None else float(weight) for weight in self.weights]
+
     def weight(self) -> float | None:
         """The weight that the step gave to the batch, on the last stage.
 
         Raises:
             StepError: If it gave one to some of the microbatches only.
         """
-        given = [weight for weight in self.weights if weight is not None]
+        given = [weight for weight in self._numbers() if weight is not None]
         if given and len(given) < len(self.weights):
             raise StepError(
                 "The step returned a 'weight' for some microbatches and none for others. Return "
@@ -181,7 +209,7 @@ class StepPass:
         total = self.weight()
         if total is None:
             return [self.cut.share(index) for index in range(len(self.cut.sizes))]
-        return [(weight or 0.0) / (total or 1.0) for weight in self.weights]
+        return [(weight or 0.0) / (total or 1.0) for weight in self._numbers()]
 
     def seconds(self, stage: int) -> float:
         return self.microbatches[0].plan.stage_cost[stage]
@@ -222,15 +250,17 @@ class StepPass:
         """
         for runner in self.runners.values():
             flags, runner.mismatches = runner.mismatches, []
-            if flags and bool(torch.stack([flag.to(runner.device) for _, flag in flags]).any()):
-                call = next(name for name, flag in flags if bool(flag))
-                raise StepError(
-                    f"{self.microbatches[0].plan.step}: the arguments of {call} on stage "
-                    f"{runner.stage} differ from those on the stage before: what the step computes "
-                    "from them is not the same on every rank. Usual causes: an attribute that only "
-                    "the end of the step changes, or a random source that seed_everything does not "
-                    "know."
-                )
+            for call, flag in flags:
+                if flag.wait().tolist():
+                    raise self._differing(call, runner.stage)
+
+    def _differing(self, call: str, stage: int) -> StepError:
+        return StepError(
+            f"{self.microbatches[0].plan.step}: the arguments of {call} on stage {stage} differ "
+            "from those on the stage before: what the step computes from them is not the same on "
+            "every rank. Usual causes: an attribute that only the end of the step changes, or a "
+            "random source that seed_everything does not know."
+        )
 
     def finished(self, stage: int) -> None:
         self.held.reducer.finished(stage)
@@ -279,8 +309,12 @@ class StepPass:
         """What the step would have returned for the whole batch, on the last stage."""
         if not self.outputs:
             return None
-        merged = self.metrics.filled(self._merger()(self.outputs, ("output",)))
-        total = self.weight()
+        total, outputs = self.weight(), self.outputs
+        if total is not None:  # which is not asked of the device once more
+            outputs = [
+                {**given, "weight": 0.0} if type(given) is dict else given for given in outputs
+            ]
+        merged = self.metrics.filled(self._merger()(outputs, ("output",)))
         if total is not None and isinstance(merged, dict):
             merged["weight"] = total
         return merged
@@ -308,15 +342,21 @@ def _loss_of(item: Microbatch, returned: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _weight_of(item: Microbatch, returned: Any) -> float | None:
+def _weight_of(item: Microbatch, returned: Any) -> float | Tensor | None:
+    """The weight that a step returned, on its device if that is not the host."""
     weight = returned.get("weight") if isinstance(returned, Mapping) else None
-    if weight is None:
-        return None
-    number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
-    if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        if not transfers.is_host(weight.device):
+            return weight.detach().double().reshape(())
+        weight = weight.item()
+    return None if weight is None else _checked(item.plan.step, weight)
+
+
+def _checked(step: str, weight: Any) -> float:
+    if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
         raise StepError(
-            f"The 'weight' that {item.plan.step} returns must be a single number of at least 0, "
-            f"got {weight!r}. It says what the loss of this microbatch counts in the mean, e.g. "
-            "the number of tokens that it is a mean over."
+            f"The 'weight' that {step} returns must be a single number of at least 0, got "
+            f"{weight!r}. It says what the loss of this microbatch counts in the mean, e.g. the "
+            "number of tokens that it is a mean over."
         )
-    return float(number)
+    return float(weight)

@@ -10,10 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeline.batch import (
-    Cut,
-    signature,
-)
+from lightning_pipeline.batch import Cut, signature
 from lightning_pipeline.batchnorm import Norms, names_of_norms, normalises_batches
 from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
@@ -64,6 +61,7 @@ class Pipeline:
         placed: The module as an earlier run left it spread; ``None`` if it is whole.
 
     Attributes:
+        engine: What runs its passes.
         norms: Its norms that are changed for the run, if some are.
     """
 
@@ -83,7 +81,7 @@ class Pipeline:
         self._placed = placed or PlacedModule(module, mesh, options, device, seed)
         if placed is not None:
             placed.go_on()
-        self._engine = Engine(mesh, options.schedule, options.stages_per_rank, device)
+        self.engine = Engine(mesh, options.schedule, options.stages_per_rank, device)
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
         self._writers = Writers(module.trainer.callbacks, mesh)  # type: ignore[attr-defined]
@@ -138,7 +136,9 @@ class Pipeline:
         Returns:
             The options, with what the batch has decided.
         """
-        SameBatch(step, args[0], self._mesh, self._device).require()
+        same = SameBatch(step, args[0], self._mesh, self._device)
+        same.require()
+        same.require_values()
         if fitting and self._options.open is not None:
             self._choose(args[0])
         cut = self._cut(args[0], step, trains=fitting)
@@ -184,7 +184,7 @@ class Pipeline:
                 "placed by, and a module that was built without memory for its weights is placed "
                 "once. Set Trainer(num_sanity_val_steps=0), so that the training comes first."
             )
-        self._engine.clear()
+        self.engine.clear()
         self._plans, self._runners, self._repeated = Plans(self._module), {}, None
         self._seen = {n: dataclasses.replace(seen, is_next=False) for n, seen in self._seen.items()}
         self._placed.put_back()
@@ -211,7 +211,7 @@ class Pipeline:
         """Takes off what was put on the module, without talking to other ranks."""
         self._computed.remove()
         self._writers.remove()
-        self._engine.clear()
+        self.engine.clear()
         if self.norms is not None:
             self.norms.restore()
             self.norms = None
@@ -264,7 +264,8 @@ class Pipeline:
             blocks = self._blocks() if trains else []
             with kept_random_state(self._device):
                 with self._mesh.within(Scope.REPLICAS), patched(blocks):
-                    self._engine.run(work)
+                    self.engine.run(work)
+                same.require_values()
                 if self.norms is not None:
                     self.norms.end_batch()
                 seed_all(mix(self._seed, work.microbatches[0].seed), self._device)
@@ -274,8 +275,10 @@ class Pipeline:
             set_attributes(self._module, work.wholes)
         self._computed.forget()
         work.check_dependence(self._mesh.is_last)
-        recorder, more = (work.recorder, work.more()) if self._mesh.is_last else (None, None)
-        weight = work.weight() if self._mesh.is_last else None
+        recorder, weight, more = None, None, None
+        if self._mesh.is_last:
+            work.settle()
+            recorder, weight, more = work.recorder, work.weight(), work.more()
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
         if trains:
             self.held.reducer.weigh(weight)

@@ -83,7 +83,7 @@ class Schedule:
     @property
     def default_stages_per_rank(self) -> int:
         """What ``stages_per_rank="auto"`` means."""
-        return 1 if self.is_single else 2
+        return max(self.min_stages_per_rank, 1 if self.is_single else 2)
 
     def resolve_stages_per_rank(self, value: int | Auto) -> int:
         """Returns the number of stages that each rank holds.
@@ -219,7 +219,8 @@ class Schedule:
             raise ValueError(
                 f"{self.name} needs a rank for each of its {self.sizes.ranks} rows, got {ranks} "
                 f"ranks. They come from the devices and pipeline_parallel_size={ranks}. Set "
-                f"pipeline_parallel_size={self.sizes.ranks}."
+                f"pipeline_parallel_size={self.sizes.ranks}, or "
+                f"stages={self.sizes.ranks * self.default_stages_per_rank} on the command line."
             )
 
     def choose_microbatches(

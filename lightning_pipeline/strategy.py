@@ -28,8 +28,8 @@ from lightning_pipeline.hooks import sees_old_gradients, without_compilation
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.monitoring import (
     count_replicas,
+    decide_together,
     keep_examples_with_weights,
-    validate_together,
 )
 from lightning_pipeline.norms import WholeNorm
 from lightning_pipeline.observing import Context
@@ -167,7 +167,7 @@ class PipelineStrategy(BuildingStrategy):
             set_random_state(state)
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
-            mesh.build_groups(self._timeout)
+            mesh.build_groups(self._timeout, self.root_device)
             self._mesh = mesh
             atexit.register(mesh.leave)  # Lightning does so for NCCL alone
         self._begin()
@@ -198,7 +198,7 @@ class PipelineStrategy(BuildingStrategy):
         self.model_to_device()
         self._end_examples = keep_examples_with_weights(module)
         count_replicas(trainer.callbacks, self.mesh.sizes)  # type: ignore[attr-defined]
-        validate_together(trainer)
+        decide_together(trainer)
         self._pipeline = self._make_pipeline(module, kept)
         if fitting:
             everything = self._layer_sync is not None and self.mesh.sizes.data > 1

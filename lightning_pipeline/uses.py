@@ -228,7 +228,8 @@ class _Lookup(Use):
 
     def add(self, grad: Tensor) -> None:
         weight = self.targets[0].parameter
-        if weight.grad is None or weight.grad.layout is not torch.strided:
+        # a device waits where it is asked for the rows
+        if weight.grad is None or weight.grad.layout is not torch.strided or not weight.is_cpu:
             super().add(grad)
             return
         # summed row by row first, as autograd does it

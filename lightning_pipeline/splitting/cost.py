@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.splitting.torch_private import (
+    FakeTensor,
     TorchDispatchMode,
+    device_of,
     flop_registry,
     sdpa_flop_count,
     storage_of,
@@ -204,15 +206,19 @@ class CostMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
+        if func is device_of and isinstance(args[0], FakeTensor):
+            return FakeTensor.__torch_dispatch__(func, types, args)  # autograd asks all the time
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func.namespace == "prim":  # another device or a size
+            return out
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
         if self.inside:
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
                 self.made[id(tensor)] = self.inside[-1]
         self._note_writes(func, args, kwargs)
-        if not func.is_view and func.namespace != "prim":  # those ask for a device or a size
+        if not func.is_view:
             self.work += _work(func, args, kwargs, out)
         return out
 

@@ -44,7 +44,7 @@ class Effects:
     """
 
     def __init__(self, sandbox: Sandbox, tape: Tape) -> None:
-        self._sandbox, self._tape, self._picture = sandbox, tape, sandbox.picture
+        self._sandbox, self._tape, self._below = sandbox, tape, sandbox.picture.below()
         self.reads: dict[Place, None] = {}
         self.others: dict[str, nn.Module] = {}
         self._touched: set[Place] = set()
@@ -134,7 +134,7 @@ class Effects:
         Raises:
             RecordingError: It has drawn or seeded random numbers.
         """
-        changes = self._look()
+        changes = self._below.changes()
         if changes:
             found = changes[0]
             self._changes += changes
@@ -184,15 +184,9 @@ class Effects:
         Returns:
             Whether it has drawn from Python's or NumPy's generator.
         """
-        self._look()
+        self._below.changes()
         before, self._outside, self._seeds = self._outside, outside_state(), seeds()
         return self._outside != before
-
-    def _look(self) -> list[Change]:
-        changes = self._picture.changes(below=True)
-        if changes:
-            self._picture = self._picture.again()
-        return changes
 
     def _error(self, module: str, attribute: str) -> RecordingError:
         return self._tape.fail(

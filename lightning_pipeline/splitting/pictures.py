@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from lightning_pipeline.splitting.settings import (
     cell_content,
     frozen,
     is_opaque,
+    slots_of,
 )
 from lightning_pipeline.splitting.torch_private import generator_state, set_generator_state
 from lightning_pipeline.splitting.watch import ABSENT, EVERY_MODULE, HOOKS, replaced
@@ -28,6 +31,9 @@ _DEPTH = 8
 _LARGE = 1 << 14  # entries above which a container is left alone
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = (dict, list, set, deque)
+_SPECIAL = (nn.Module, *GENERATORS, np.ndarray)  # looked at in ways of their own
+_LISTS, _TABLES = frozenset([list, set, deque]), frozenset([dict, defaultdict])
+_END = object()
 _OWN = ("builtins", "torch", "lightning", "torchmetrics")  # whose classes count nothing
 
 
@@ -68,25 +74,14 @@ class Picture:
         for part in _parts_of(value):
             self._walk(module, attribute, part, depth - 1)
 
-    def changes(self, below: bool = False) -> list[Change]:
-        """What is no longer what it was.
+    def changes(self) -> list[Change]:
+        """What is no longer what it was."""
+        return [change for part in self._parts for change in part.changes()]
 
-        Args:
-            below: Leave out attributes of the modules themselves, and their hooks.
-        """
-        return [
-            change
-            for part in self._parts
-            if not (below and (id(part.holder) in self._modules or part.attribute in HOOKS))
-            for change in part.changes()
-        ]
-
-    def again(self) -> Picture:
-        """A picture of the same objects as they are now."""
-        made = object.__new__(Picture)
-        made._modules = self._modules
-        made._parts = [replace(part, content=_content(part.holder)) for part in self._parts]
-        return made
+    def below(self) -> Lookout:
+        """What the attributes lead to, without the modules themselves and their hooks."""
+        parts = (part for part in self._parts if part.attribute not in HOOKS)
+        return Lookout(part for part in parts if id(part.holder) not in self._modules)
 
     def holders(self) -> list[Any]:
         """The objects."""
@@ -95,6 +90,70 @@ class Picture:
     def restore(self) -> None:
         """Puts everything back."""
         undo(self.changes())
+
+
+class Lookout:
+    """Looks at some objects again and again.
+
+    A look at what has not changed is cheap: entries and attributes are compared by identity, all
+    of them in a few operations of Python.
+
+    Args:
+        parts: The objects, as they were last.
+    """
+
+    def __init__(self, parts: Iterable[_Part]) -> None:
+        self._parts = [part for part in parts if not _is_fixed(part.holder)]
+        self._sort()
+
+    def changes(self) -> list[Change]:
+        """What has changed since the last look that found something."""
+        if self._is_same():
+            return []
+        changes = [change for part in self._parts for change in part.changes()]
+        self._parts = [replace(part, content=_content(part.holder)) for part in self._parts]
+        self._sort()
+        return changes
+
+    def _sort(self) -> None:
+        """Finds the cheapest way to look at each."""
+        self._lists: list[Any] = []
+        self._cells: list[Any] = []
+        self._tables: list[Any] = []
+        self._objects: list[Any] = []
+        self._slow: list[_Part] = []
+        for part in self._parts:
+            holder, kind = part.holder, type(part.holder)
+            if kind in _LISTS:
+                self._lists.append(holder)
+            elif kind in _TABLES:
+                self._tables.append(holder)
+            elif isinstance(holder, type):
+                self._tables.append(vars(holder))
+            elif isinstance(holder, (*_SPECIAL, *_CONTAINERS)) or slots_of(kind):
+                self._slow.append(part)
+            else:
+                self._objects.append(holder)
+                if isinstance(holder, types.FunctionType):
+                    self._cells += holder.__closure__ or ()
+        self._atoms = self._found()
+
+    def _found(self) -> list[Any]:
+        found = list(map(cell_content, self._cells))
+        for entries in self._lists:
+            found += entries
+            found.append(_END)
+        for table in itertools.chain(self._tables, map(_attributes, self._objects)):
+            found += table
+            found += table.values()
+            found.append(_END)
+        return found
+
+    def _is_same(self) -> bool:
+        found = self._found()
+        if len(found) != len(self._atoms) or not all(map(is_, found, self._atoms)):
+            return False
+        return not any(True for part in self._slow for _ in part.changes())
 
 
 @dataclass(frozen=True)
@@ -185,6 +244,16 @@ def _content(holder: Any) -> tuple[Any, dict[str, Any]]:
     elif isinstance(holder, _CONTAINERS):
         entries = list(holder)
     return entries, attributes_of(holder)
+
+
+def _is_fixed(holder: Any) -> bool:
+    """Whether an object has nothing that could change, as a tuple."""
+    changes = isinstance(holder, (type, types.FunctionType, *_SPECIAL, *_CONTAINERS))
+    return not (changes or slots_of(type(holder)) or hasattr(holder, "__dict__"))
+
+
+def _attributes(holder: Any) -> dict[str, Any]:
+    return getattr(holder, "__dict__", None) or {}
 
 
 def _put(holder: Any, key: Any, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -39,6 +40,19 @@ MAX_RETRIES = 64
 """Bound on the modules that one recording gives up to open."""
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave cycles of objects for later; nearly all that a recording makes lives to its end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def record(
     module: nn.Module,
     args: tuple,

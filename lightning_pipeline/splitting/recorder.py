@@ -26,13 +26,7 @@ from lightning_pipeline.splitting.objects import open_dataclasses
 from lightning_pipeline.splitting.pictures import Change, generators_below
 from lightning_pipeline.splitting.program import PLAIN_TYPES
 from lightning_pipeline.splitting.sandbox import Sandbox
-from lightning_pipeline.splitting.tape import (
-    Before,
-    RecordingError,
-    Tape,
-    is_written,
-    mark,
-)
+from lightning_pipeline.splitting.tape import Before, RecordingError, Tape, are_written, marks
 from lightning_pipeline.splitting.torch_private import (
     VALUE_DEPENDENT,
     CheckpointFunction,
@@ -256,7 +250,8 @@ class Recorder(TorchFunctionMode):
         tape.template((args, kwargs))
         before, given = Before(self.cost, args, kwargs), pytree.tree_flatten((args, kwargs))
         state = sandbox.state_of(module)
-        marks = [mark(item.tensor) for item in state]
+        weights = [item.tensor for item in state]
+        marked = marks(weights)
         try:
             out = self._inside(name, original, module, args, kwargs)
         except SplitError:
@@ -267,11 +262,11 @@ class Recorder(TorchFunctionMode):
         open_dataclasses(out)
         tape.check_output(name, out)
         reads = {id(item): sandbox.entry_names[id(item.owner), item.key] for item in state}
+        written = are_written(weights, marked, self.cost)
         writes = [
             reads[id(item)]
-            for item, m in zip(state, marks, strict=True)
-            if item.entries.get(item.key) is not item.tensor
-            or is_written(item.tensor, m, self.cost)
+            for item, is_written in zip(state, written, strict=True)
+            if item.entries.get(item.key) is not item.tensor or is_written
         ]
         for item in state:  # a buffer that was bound anew keeps its identity
             item.entries[item.key] = item.tensor

@@ -268,13 +268,18 @@ _foreign: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 def attributes_of(value: Any) -> dict[str, Any]:
     """Attributes of an object itself, those in slots included."""
     found = dict(getattr(value, "__dict__", None) or {})
-    kind = type(value)
+    names = slots_of(type(value))
+    found.update((name, getattr(value, name)) for name in names if hasattr(value, name))
+    return found
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the attributes that objects of a class have in slots."""
     if kind not in _slots:
         lists = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
         names = [n for slots in lists for n in ((slots,) if isinstance(slots, str) else slots)]
         _slots[kind] = tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-    found.update((name, getattr(value, name)) for name in _slots[kind] if hasattr(value, name))
-    return found
+    return _slots[kind]
 
 
 _slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

@@ -7,7 +7,7 @@ import itertools
 import types
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -94,27 +94,34 @@ class Before:
     def __init__(self, cost: CostMode, args: tuple, kwargs: dict) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         self.tensors = [t for t in leaves if isinstance(t, Tensor)]
-        self.marks = [mark(t) for t in self.tensors]
+        self.marks = marks(self.tensors)
         self.cost, self.work = cost, cost.work
         cost.random = False
         cost.written.clear()
 
     def written(self) -> list[Tensor]:
         """Those that the call wrote to, or whose requires_grad it changed."""
-        changed = zip(self.tensors, self.marks, strict=True)
-        return [t for t, m in changed if is_written(t, m, self.cost)]
+        flags = are_written(self.tensors, self.marks, self.cost)
+        return [t for t, is_written in zip(self.tensors, flags, strict=True) if is_written]
 
 
-def mark(tensor: Tensor) -> tuple[int, bool]:
-    """A value that changes when ``tensor`` is written in place."""
-    return -1 if tensor.is_inference() else tensor._version, tensor.requires_grad
+Mark: TypeAlias = tuple[int, bool]
+"""What changes when a tensor is written in place; tensors of inference count no versions."""
 
 
-def is_written(tensor: Tensor, before: tuple[int, bool], cost: CostMode) -> bool:
-    """Whether ``tensor`` was written since its mark; inference tensors count no versions."""
-    if tensor.is_inference() and storage_of(tensor) in cost.written:
-        return True
-    return mark(tensor) != before
+def marks(tensors: list[Tensor]) -> list[Mark]:
+    """A mark for each tensor."""
+    with torch._C.DisableTorchFunction():  # past the recorder, which has no part in this
+        return [(-1 if t.is_inference() else t._version, t.requires_grad) for t in tensors]
+
+
+def are_written(tensors: list[Tensor], before: list[Mark], cost: CostMode) -> list[bool]:
+    """Whether each tensor was written since its mark."""
+    now = marks(tensors)
+    return [
+        mark != then or (mark[0] < 0 and storage_of(tensor) in cost.written)
+        for tensor, mark, then in zip(tensors, now, before, strict=True)
+    ]
 
 
 class Tape:
@@ -158,8 +165,9 @@ class Tape:
     def new_value(self, tensor: Tensor, node: int) -> int:
         """Give ``tensor`` an identity; -1 as ``node`` stands for an input."""
         number = len(self.values)
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        self.values.append(Value(node, shape, dtype, tensor.requires_grad, storage_of(tensor)))
+        with torch._C.DisableTorchFunction():
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            self.values.append(Value(node, shape, dtype, tensor.requires_grad, storage_of(tensor)))
         self.refs[id(tensor)] = ValueRef(number)
         self.tensors.append(tensor)
         return number

@@ -43,7 +43,9 @@ __all__ = [
     "TorchDispatchMode",
     "causal_masks_unread",
     "default_store",
+    "device_of",
     "disable_current_modes",
+    "fake_tensor",
     "flop_registry",
     "flush_flat_weights",
     "generator_state",
@@ -75,6 +77,7 @@ CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint)._
 single_level_function = _SingleLevelFunction
 rebuild_meta_tensor = _rebuild_meta_tensor_no_storage
 disable_current_modes = _disable_current_modes
+device_of = torch.ops.prim.device.default
 
 
 def saved_tensor_hooks() -> object | None:
@@ -121,6 +124,18 @@ def causal_masks_unread(double: bool) -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
+
+
+def fake_tensor(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> FakeTensor:
+    """What ``torch.empty_strided`` gives under ``mode``, past the dispatcher.
+
+    Args:
+        mode: The mode that the tensor belongs to; no mode may be in force.
+        like: Has its shape, strides and dtype.
+        device: Where it pretends to be.
+    """
+    meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 def generator_state(generator: torch.Generator) -> bytes:

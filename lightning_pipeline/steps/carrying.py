@@ -255,7 +255,9 @@ def _kind(
 def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
-        return tensors and first.shape == second.shape and bool(torch.equal(first, second))
+        return tensors and (
+            first is second or (first.shape == second.shape and bool(torch.equal(first, second)))
+        )
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return bool(np.array_equal(first, second))
     return type(first) is type(second) and (first is second or bool(first == second))

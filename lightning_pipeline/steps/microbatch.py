@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_pipeline.steps.dependence import Undone
 from lightning_pipeline.steps.pending import tensors
 from lightning_pipeline.steps.plan import StepPlan
+from lightning_pipeline.transfers import placed
 
 _SAMPLES = 16
 
@@ -39,9 +40,17 @@ class Microbatch:
     compares: bool = True
 
 
-def fingerprint(args: Any) -> Tensor:
-    """A number that nearly always differs when two stages compute different arguments."""
-    total = torch.zeros((), dtype=torch.float64)
+def fingerprint(args: Any, device: torch.device) -> Tensor:
+    """A number that nearly always differs when two stages compute different arguments.
+
+    Args:
+        args: Tensors in containers.
+        device: Where it is wanted, which is where most of them are.
+
+    Returns:
+        float64 of shape [].
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for position, tensor in enumerate(tensors(args)):
         if not tensor.numel():
             continue
@@ -51,7 +60,7 @@ def fingerprint(args: Any) -> Tensor:
             torch.view_as_real(samples).sum(-1) if samples.is_complex() else samples
         ).double()
         factors = torch.arange(1, samples.numel() + 1, dtype=torch.float64, device=samples.device)
-        total = total.to(samples.device) + (samples * factors).sum() * (position + 1)
+        total = total + placed((samples * factors).sum() * (position + 1), device)
     return total
 
 

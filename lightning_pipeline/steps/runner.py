@@ -41,6 +41,7 @@ from lightning_pipeline.steps.patches import past_compilation, patched, present,
 from lightning_pipeline.steps.pending import Pending, TensorMeta, tensors
 from lightning_pipeline.steps.plan import StepPlan, describe_calls
 from lightning_pipeline.steps.streams import mix, seed_all
+from lightning_pipeline.transfers import Readback
 
 _Changes = list[tuple[object, str, Any]]
 _Interception = tuple[_Changes, list[tuple[nn.Module, Any]]]
@@ -62,7 +63,7 @@ class Runner:
         manner: How it runs them.
 
     Attributes:
-        mismatches: One flag tensor per compared fingerprint, with the call's name.
+        mismatches: For each compared fingerprint whether it differs, with the call's name.
         appended: What the last run of the step appended to the module's lists; taken off again.
         assigned: What it set other attributes of the module to.
     """
@@ -72,7 +73,7 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]]
     device: torch.device
     manner: Manner = field(default_factory=Manner)
-    mismatches: list[tuple[str, Tensor]] = field(default_factory=list)
+    mismatches: list[tuple[str, Readback]] = field(default_factory=list)
     appended: dict[Path, list[Any]] = field(default_factory=dict)
     assigned: dict[str, Any] = field(default_factory=dict)
     _silenced: list[tuple[object, str, Any]] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Runner:
             values.append(self._apart(value))
         marks = torch.full((len(plan.calls),), math.nan, dtype=torch.float64, device=self.device)
         if progress.marks:
-            marks[: len(progress.marks)] = torch.stack([m.to(self.device) for m in progress.marks])
+            marks[: len(progress.marks)] = torch.stack(progress.marks)
         return (*values, marks)
 
     def _apart(self, value: Tensor) -> Tensor:
@@ -287,7 +288,7 @@ class Runner:
         if low < high and call.trains:
             progress.undone.check(plan.step, (args, kwargs))
         if microbatch.compares and not pending and (low < high or low == call.num_pieces):
-            self._compare(progress, index, call, fingerprint((args, kwargs)))
+            self._compare(progress, index, call, fingerprint((args, kwargs), self.device))
         if low < high:
             self._run_here(call, index, forward, microbatch, progress, args, kwargs)
         if self.stage < plan.num_stages - 1 and index >= plan.last_call[self.stage]:
@@ -312,9 +313,9 @@ class Runner:
     def _compare(self, progress: Progress, index: int, call: Call, mark: Tensor) -> None:
         if index < len(progress.marks):
             known = progress.marks[index]
-            close = torch.isclose(known, mark.to(known.device), 1e-3, 1e-6, equal_nan=True)
-            self.mismatches.append((call.label, ~(close | torch.isnan(known))))
-        unknown = torch.full((), math.nan, dtype=torch.float64)
+            close = torch.isclose(known, mark, 1e-3, 1e-6, equal_nan=True)
+            self.mismatches.append((call.label, Readback(~(close | torch.isnan(known)))))
+        unknown = torch.full((), math.nan, dtype=torch.float64, device=self.device)
         while len(progress.marks) <= index:
             progress.marks.append(unknown)
         progress.marks[index] = mark

@@ -19,6 +19,7 @@ from lightning_pipeline.splitting import canonical_names, state_items
 from lightning_pipeline.steps.survey import Survey
 
 _DEPTH = 2  # modules this far below the LightningModule are compared: `self.ema.module`
+_COMPARED = 64  # names that each copy's is compared with, so that a thousand layers stay linear
 
 
 def find_twins(module: LightningModule, survey: Survey) -> dict[str, str]:
@@ -43,16 +44,22 @@ def find_twins(module: LightningModule, survey: Survey) -> dict[str, str]:
     }
     copies = [(name, m) for name, m in modules if name not in trained]
     originals: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, m in modules if copies else ():
         if name in trained:
-            originals[_structure(m)].append(name)
+            structure = _structure(m)
+            originals[structure].append(name)
+            alike[structure, _ending(name)].append(name)
     twins: dict[str, str] = {}
     for name, copied in copies:
         if _name_of(copied, name, canonical)[0] in twins:
             continue  # inside a module that has been matched
-        found = originals.get(_structure(copied))
+        structure = _structure(copied)
+        found = originals.get(structure)
         if found is None:
             continue
+        if len(found) > _COMPARED:
+            found = (alike.get((structure, _ending(name))) or found)[:_COMPARED]
         original = max(found, key=lambda n: difflib.SequenceMatcher(None, n, name).ratio())
         pairs = zip(
             _name_of(copied, name, canonical),
@@ -61,6 +68,11 @@ def find_twins(module: LightningModule, survey: Survey) -> dict[str, str]:
         )
         twins.update((q, p) for q, p in pairs if q != p)
     return twins
+
+
+def _ending(name: str) -> str:
+    """What the names of a layer and of its copy have in common: `0` of `target.0`."""
+    return name.partition(".")[2]
 
 
 def _upper(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

@@ -390,4 +390,4 @@ def test_logs_that_cannot_be_joined_are_refused(calls, message):
     with pytest.raises(StepError, match=message):
         for arguments in calls:
             recorder("loss", torch.tensor(1.0), **arguments)
-            recorder.end(None)
+            recorder.end()

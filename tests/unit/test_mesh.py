@@ -140,12 +140,16 @@ def test_all_ranks_build_the_same_groups_in_the_same_order(
 ) -> None:
     built: list[tuple[int, ...]] = []
 
-    def new_group(ranks: list[int], timeout: timedelta | None, sort_ranks: bool) -> object:
+    def new_group(
+        ranks: list[int], timeout: timedelta | None, backend: str, sort_ranks: bool
+    ) -> object:
         assert timeout == timedelta(seconds=5) and not sort_ranks
+        assert backend == "cpu:gloo,cuda:nccl"
         built.append(tuple(ranks))
         return tuple(ranks)
 
     monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
+    monkeypatch.setattr(mesh_module.dist, "get_backend_config", lambda: "cuda:nccl")
     sets = [frozenset({0, 1}), frozenset({0}), frozenset(range(4)), frozenset({1, 0})]
     calls = []
     for rank in range(8):

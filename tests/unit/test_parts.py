@@ -123,8 +123,10 @@ def test_logs_are_weighted_by_rows():
         recorder("sum", value, reduce_fx="sum")
         recorder("max", value, reduce_fx=torch.max)
         recorder("own", value, batch_size=rows * rows)
-        recorder.end(None)
-    assert recorder.values(CPU).tolist() == [2.0, 4, 6.0, 4, 5.0, 4, 1.4, 10]
+        recorder.end()
+    recorder.weigh([None, None])
+    assert [value.item() for value in recorder.values(CPU)] == [2.0, 6.0, 5.0, 1.4]
+    assert recorder.totals() == [4, 4, 4, 10]
     with pytest.raises(StepError, match="different arguments"):
         recorder("mean", 1.0, prog_bar=True)
     with pytest.raises(StepError, match="single value"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import linecache
 import traceback
@@ -338,3 +339,20 @@ def test_state_items_and_canonical_names() -> None:
     assert names[:4] == ["0.weight", "0.bias", "1.weight", "1.bias"] and "2.running_mean" in names
     assert canonical_names(model)["1.weight"] == "0.weight"
     assert all(item.entries[item.key] is item.tensor for item in state_items(model))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_as_it_was(enabled: bool) -> None:
+    before, seen = gc.isenabled(), []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(gc.isenabled())
+            return super().forward(x)
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        record(nn.Sequential(Looks(2, 2)), (torch.zeros(1, 2),), {}, num_stages=1)
+        assert gc.isenabled() == enabled and not any(seen)
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -1,0 +1,109 @@
+"""PipelineTimeline on layers that sleep: its prediction, its cost, and the picture of its page.
+
+python benchmarks/timeline.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_pipeline import PipelineTimeline
+from lightning_pipeline.activities import Mark
+from lightning_pipeline.bench.emulation import SleepingModel
+from lightning_pipeline.bench.harness import Comparison, alternate, settle_process, spread
+from lightning_pipeline.bench.ranks import run_ranks
+from lightning_pipeline.bench.training import TrainerSteps, trainer_steps
+from lightning_pipeline.measured import MeasuredStep
+from lightning_pipeline.schedules import SCHEDULES, get_schedule
+from lightning_pipeline.simulate import StageTime
+
+_ROWS, _WIDTH, _WARMUP = 4, 16, 2
+_DRAWN = "1F1B"
+
+
+class Recording(PipelineTimeline):
+    """Records every step and shows none, which is no part of the step."""
+
+    def _show(self, trainer: L.Trainer, marks: list[Mark]) -> None:
+        pass
+
+
+def steps_of(
+    name: str, args: argparse.Namespace, callback: PipelineTimeline | None
+) -> TrainerSteps:
+    """The steps of a Trainer whose stages sleep for as long each."""
+    seconds = StageTime(*[args.milliseconds / 1e3] * 3)
+    num_stages = args.ranks * get_schedule(name).default_stages_per_rank
+    strategy = {
+        "schedule": name,
+        "num_microbatches": args.microbatches,
+        "partition": [f"net.{index}" for index in range(1, num_stages)],
+    }
+    batch = torch.ones(_ROWS * args.microbatches, _WIDTH)
+    callbacks: Any = [callback] if callback is not None else []
+    model = SleepingModel(num_stages, seconds, _WIDTH)
+    return trainer_steps(model, [batch], ranks=args.ranks, strategy=strategy, callbacks=callbacks)
+
+
+def predict(name: str, args: argparse.Namespace, folder: str) -> list[MeasuredStep]:
+    """Runs on every rank: recorded steps, one by one."""
+    settle_process()
+    timeline = PipelineTimeline(every_n_steps=1, dirpath=folder)
+    subject, found = steps_of(name, args, timeline), []
+    for _ in range(_WARMUP + args.rounds):
+        alternate({name: subject}, rounds=1, warmup=0)
+        assert timeline.last is not None
+        found.append(timeline.last)
+    return found[_WARMUP:]
+
+
+def compare(name: str, args: argparse.Namespace) -> Comparison:
+    """Runs on every rank: steps with the callback, with it off, and without, in turn."""
+    settle_process()
+    subjects = {
+        "without": steps_of(name, args, None),
+        "recorded": steps_of(name, args, Recording(every_n_steps=1)),
+        "off": steps_of(name, args, Recording(steps=[10**9])),
+        "without again": steps_of(name, args, None),
+    }
+    return alternate(subjects, rounds=args.rounds, warmup=_WARMUP)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("ranks", 4), ("microbatches", 8), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--milliseconds", type=float, default=10.0)
+    parser.add_argument("--picture", type=Path, help="where to write the picture of one step")
+    parser.add_argument("--cost", action="store_true", help="the cost instead of the prediction")
+    args = parser.parse_args()
+    if args.cost:
+        found = run_ranks(args.ranks, compare, _DRAWN, args, deadline=300)[0]
+        for name in list(found.turns)[1:]:
+            print(f"| {name} | {found.ratio(name, 'without')} |")
+        return
+    for entry in SCHEDULES:
+        with tempfile.TemporaryDirectory() as folder:
+            steps = run_ranks(args.ranks, predict, entry.name, args, folder, deadline=300)[0]
+            if args.picture is not None and entry.name == _DRAWN:
+                picture = Path(folder, f"timeline-{steps[-1].step}.svg")
+                args.picture.write_text(picture.read_text())
+        ratio = spread([step.predicted.makespan / step.measured.makespan for step in steps])
+        bubble, ideal = (
+            spread([100 * getattr(step, kind).bubble for step in steps])
+            for kind in ("measured", "predicted")
+        )
+        milliseconds = spread([1e3 * step.measured.makespan for step in steps])
+        cells = [entry.name, f"{milliseconds.median:.1f}", str(ratio)]
+        cells += [f"{bubble.median:.1f} %", f"{ideal.median:.1f} %"]
+        print("|", " | ".join(cells), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -164,13 +164,15 @@ class Pipeline:
 
     def _choose(self, batch: Any) -> None:
         """Takes the schedule, stages and microbatches that are predicted to be best."""
-        context = self._contexts["training_step"]
-        module, options = self._module, self._options
-        options = choose(module, batch, options, self._mesh, self._device, context)
-        self._options = options
+        context, device = self._contexts["training_step"], self._device
+        self._options = options = choose(
+            self._module, batch, self._options, self._mesh, device, context
+        )
         self._mesh.reschedule(options.schedule, options.stages_per_rank)
         self._placed.reschedule(options)
-        self._engine = Engine(self._mesh, options.schedule, options.stages_per_rank, self._device)
+        observer = self.engine.observer
+        self.engine = Engine(self._mesh, options.schedule, options.stages_per_rank, device)
+        self.engine.observer = observer
 
     def take_back(self) -> None:
         """Makes the module whole again during a run, such that it can be placed anew.

@@ -1,0 +1,1 @@
+"""Predicting a training before it runs: the fastest way that fits the devices."""

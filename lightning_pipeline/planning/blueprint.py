@@ -7,30 +7,24 @@ for all that is done row by row or to the weights.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch import nn
 
 from lightning_pipeline.batch import cut_batch, even_cut
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.placing import SECONDS_PER_BYTE
-from lightning_pipeline.splitting import CPU_RATES, Rates, state_items
-from lightning_pipeline.splitting.cost import CostMode, Work
+from lightning_pipeline.planning.loads import Load, added, part_of
+from lightning_pipeline.planning.own_code import OwnCode
+from lightning_pipeline.splitting import Rates, state_items
 from lightning_pipeline.splitting.torch_private import (
     FakeTensorMode,
     disable_current_modes,
-    pytree,
-    storage_of,
 )
 from lightning_pipeline.steps import (
     Analyst,
@@ -44,54 +38,9 @@ from lightning_pipeline.steps import (
     survey,
 )
 from lightning_pipeline.steps.analyst import Analysis
-from lightning_pipeline.steps.call import Call
 from lightning_pipeline.steps.handmade import METHOD
-from lightning_pipeline.steps.pending import TensorMeta
 
 _HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a stage does and keeps for one microbatch.
-
-    Attributes:
-        forward: Work of the forward.
-        backward: Work of the whole backward.
-        weight: Work of the part of the backward that makes gradients of weights.
-        saved: Bytes that autograd saves and that came in, weights aside.
-        deferred: Bytes that are kept from the first to the second half of a split backward.
-        received: Bytes that come in.
-        largest: Bytes that its largest piece saves: what a backward has in hand besides.
-    """
-
-    forward: Work = field(default_factory=Work)
-    backward: Work = field(default_factory=Work)
-    weight: Work = field(default_factory=Work)
-    saved: float = 0.0
-    deferred: float = 0.0
-    received: float = 0.0
-    largest: float = 0.0
-
-    def between(self, other: Load, share: float) -> Load:
-        """The load that is ``share`` of the way to ``other``, beyond it above 1."""
-
-        def mix(a: float, b: float) -> float:
-            return max(0.0, a + share * (b - a))
-
-        def mixed(a: Work, b: Work) -> Work:
-            pairs = ((getattr(a, name), getattr(b, name)) for name in Work.__dataclass_fields__)
-            return Work(*(mix(*pair) for pair in pairs))
-
-        return Load(
-            mixed(self.forward, other.forward),
-            mixed(self.backward, other.backward),
-            mixed(self.weight, other.weight),
-            *(
-                mix(getattr(self, name), getattr(other, name))
-                for name in ("saved", "deferred", "received", "largest")
-            ),
-        )
 
 
 @dataclass(frozen=True)
@@ -223,7 +172,7 @@ class Blueprint:
     def _record(self, analyst: _Planner, batch: Any, rows: int, size: int) -> _Recorded:
         many = max(1, rows // size)
         microbatch = cut_batch(batch, even_cut(rows, many, many))[0]
-        module, own = self._module, _OwnCode(self._module)
+        module, own = self._module, OwnCode(self._module)
         analyst.seen = []
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -297,79 +246,6 @@ class _Planner(Analyst):
         return self.seen[-1]
 
 
-class _OwnCode(CostMode):
-    """The training step, of which is noted what its own code does and saves for the backward."""
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self._step, self._depth, self._saved = module.training_step, 0, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step; a survey may run it again."""
-        self.work, self._depth = Work(), 0
-        out = self._step(*args, **kwargs)
-        roots = [t.grad_fn for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        self._saved = sum(saved_in([root for root in roots if root is not None]).values())
-        return out
-
-    @property
-    def load(self) -> Load:
-        """What its own code does and keeps; a gradient goes back through it once."""
-        return Load(self.work, self.work, saved=self._saved, largest=self._saved)
-
-    def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.work
-        out = super().__torch_dispatch__(func, *args, **kwargs)
-        if self._depth:
-            self.work = before
-        return out
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Counts what runs in the block outside of modules with weights."""
-
-        def begin(module: nn.Module, args: Any) -> None:
-            self._depth += holds(module)
-
-        def end(module: nn.Module, args: Any, out: Any) -> None:
-            self._depth -= holds(module)
-
-        @functools.cache
-        def holds(module: nn.Module) -> bool:
-            return next(state_items(module), None) is not None
-
-        hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def saved_in(roots: Sequence[Any]) -> dict[int, int]:
-    """Bytes of each storage that a graph has saved.
-
-    Args:
-        roots: Nodes of autograd where the backward begins.
-    """
-    found: dict[int, int] = {}
-    seen, todo = set(roots), list(roots)
-    while todo:
-        node = todo.pop()
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        kept = [getattr(node, name) for name in names]
-        kept += list(getattr(node, "saved_tensors", ()))
-        for tensor in pytree.tree_leaves(kept):
-            if isinstance(tensor, Tensor):
-                found[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return found
-
-
 def _pieces(found: Survey) -> list[tuple[str, int]]:
     return [(call.name, call.num_pieces) for call in found.calls]
 
@@ -382,63 +258,6 @@ def _loads(plan: StepPlan, recorded: _Recorded) -> tuple[Load, ...]:
         parts = [own]
         for index, call in enumerate(recorded.survey.calls):
             low, high = plan.cuts[index][stage : stage + 2]
-            parts.append(_part(call, recorded.analyses[index], low, high))
-        loads.append(_sum(parts))
+            parts.append(part_of(call, recorded.analyses[index], low, high))
+        loads.append(added(parts))
     return tuple(loads)
-
-
-def _sum(loads: Sequence[Load]) -> Load:
-    return Load(
-        sum((load.forward for load in loads), Work()),
-        sum((load.backward for load in loads), Work()),
-        sum((load.weight for load in loads), Work()),
-        sum(load.saved for load in loads),
-        sum(load.deferred for load in loads),
-        sum(load.received for load in loads),
-        max(load.largest for load in loads),
-    )
-
-
-def _part(call: Call, seen: Analysis, low: int, high: int) -> Load:
-    """What a stage does of one call, and what it keeps of it.
-
-    What comes in is kept for the backward, too: values of a call that has begun, and what a call
-    that is over has given.
-    """
-    if low == call.num_pieces:
-        given = sum(out.nbytes for out in call.outputs if isinstance(out, TensorMeta))
-        return Load(saved=given, received=given)
-    program = seen.program
-    if program is None:  # it could not be recorded: its seconds were guessed
-        return Load() if low == high else _unknown(call)
-    if not seen.cuttable:
-        low, high = (0, program.num_pieces) if high > low else (0, 0)
-    values = program.values
-    came = program.live[low] if low else []
-    kept = {values[value].storage: values[value].nbytes for value in came}
-    received, deferred, largest = sum(kept.values()), 0.0, 0.0
-    for piece in range(low, high):
-        node = program.nodes[program.pieces[piece]]
-        kept.update(node.saved)
-        own = sum(node.saved.values())
-        largest = max(largest, own)
-        if program.work[piece].weight != Work():
-            # What went into its products, and the gradients of what came out.
-            deferred += own + sum(values[value].nbytes for _, value in node.outputs)
-    work = program.work[low:high]
-    return Load(
-        sum((piece.forward for piece in work), Work()),
-        sum((piece.backward for piece in work), Work()),
-        sum((piece.weight for piece in work), Work()),
-        float(sum(kept.values())),
-        deferred,
-        float(received),
-        largest,
-    )
-
-
-def _unknown(call: Call) -> Load:
-    """A call in one piece of which only a guess of its time and its output are known."""
-    third = Work(bytes=sum(call.cost) / 3 * CPU_RATES.bytes)
-    kept = float(sum(out.nbytes for out in call.outputs if isinstance(out, TensorMeta)))
-    return Load(third, third + third, third, kept, 2 * kept, 0.0, kept)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +113,7 @@ def _blueprint(
 ) -> tuple[Blueprint, Rates, Bounds, list[str]]:
     """Records the configured model on the shapes of the first batch, without its weights."""
     recipes = Recipes()
-    with recipes.watch():
+    with recipes.watch(), _without_talk():
         module = build(cfg.model)
         trainer = _trainer(cfg, module, build(cfg.data))
         module.configure_model()
@@ -168,6 +170,18 @@ def _trainer(cfg: DictConfig, module: LightningModule, data: Any) -> L.Trainer:
         data.setup("fit")
     module.setup("fit")
     return trainer
+
+
+@contextmanager
+def _without_talk() -> Iterator[None]:
+    """Lets Lightning say nothing of the devices of this machine, which are not meant."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _first_batch(trainer: L.Trainer, module: LightningModule) -> Any:

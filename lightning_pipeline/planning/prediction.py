@@ -9,9 +9,10 @@ from functools import cached_property
 
 from lightning_pipeline.actions import Action, action_lists
 from lightning_pipeline.mesh import Mesh, MeshSizes
-from lightning_pipeline.planning.blueprint import Drawing, Load
+from lightning_pipeline.planning.blueprint import Drawing
 from lightning_pipeline.planning.candidates import Candidate
 from lightning_pipeline.planning.devices import Device
+from lightning_pipeline.planning.loads import Load
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.simulate import (
     Link,
@@ -164,7 +165,8 @@ def _time(load: Load, rates: Rates, again: bool) -> StageTime:
 
 def _bytes(load: Load, again: bool, splits: bool) -> StageBytes:
     if again:
-        return StageBytes(load.received, 0.0, load.saved)
+        kept = load.received + load.own
+        return StageBytes(kept, 0.0, max(0.0, load.saved - kept))
     return StageBytes(load.saved, load.deferred if splits else 0.0)
 
 

@@ -48,7 +48,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    known = "one of train, validate, test, predict, consolidate, bench, got 'trian'"
+    known = "one of train, validate, test, predict, plan, consolidate, bench, got 'trian'"
     assert known in capsys.readouterr().err
 
 

@@ -87,7 +87,7 @@ def test_what_is_given_is_kept(
     [
         (["memory=much"], "memory must be a size in bytes, got 'much'"),
         (["devices=1"], "A pipeline needs at least 2 devices, got 1"),
-        (["stages=7"], "got 7. The number comes from stages=7. Set stages=6 or stages=8"),
+        (["stages=7"], "got 7. The number comes from stages=7. Set stages=4 or stages=8"),
         (["memory=2.001GB"], "needs devices of 2.0"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_limit_is_kept(blueprint: Blueprint, device: Device) -> None:
 
 def test_where_nothing_fits_the_nearest_is_named(blueprint: Blueprint, device: Device) -> None:
     bounds = Bounds(2, ROWS, schedules=[get_schedule("GPipe")], recompute=["none"])
-    limit = 12e6
+    limit = 8e6
     plans = planner(blueprint, device, limit)
     outlook = plans.search(bounds)
     assert not outlook.fitting

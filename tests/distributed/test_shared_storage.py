@@ -1,0 +1,178 @@
+"""Values of one storage over a boundary, buffers that backwards need, hooks under a weight."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.distributed.fits import Script, distance
+from tests.distributed.test_exactness import vectors
+
+WIDTH = 8
+
+
+class Model(L.LightningModule):
+    def __init__(self, *middle) -> None:
+        super().__init__()
+        ends = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3)
+        self.net = nn.Sequential(ends[0], nn.Tanh(), *middle, nn.Tanh(), ends[1])
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class GivesViews(nn.Module):
+    def forward(self, x):
+        x.sum().item()  # stays whole
+        y = x * 1
+        return y, y[:, :4]
+
+
+class WritesToOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, both):
+        whole, view = both
+        whole.sum().item()
+        view.mul_(2.0)
+        return self.layer(whole)
+
+
+class WritesLate(nn.Module):
+    """Cut inside: a view is written to behind the cut, and its base is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x):
+        base = x * 1
+        view, z = base[:, :4], base.detach() * 1
+        for layer in self.layers:
+            z = layer(z).tanh()
+        view.mul_(2.0)
+        return z + base
+
+
+FLAGS = {"limit_val_batches": 0}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("middle", [(GivesViews, WritesToOne), (WritesLate,)], ids=len)
+def test_a_write_to_a_view_is_one_to_its_base(middle, schedule):
+    """Or it is refused; what must not be is another number."""
+    script = Script(lambda: Model(*(make() for make in middle)), lambda: vectors(96), 16, FLAGS)
+    plain = script.plain()
+    for run in script.pipelined(2, schedule=schedule, num_microbatches=4):
+        assert distance(run, plain) <= 1e-12
+
+
+class Averaged(nn.Module):
+    """Multiplies by a moving average that each forward writes to."""
+
+    def __init__(self, data) -> None:
+        super().__init__()
+        self.layer, self.data = nn.Linear(WIDTH, WIDTH), data
+        self.register_buffer("mean", torch.zeros(1, WIDTH))
+
+    def forward(self, x):
+        if self.training:
+            mean = self.mean.data if self.data else self.mean
+            mean.mul_(0.5).add_(0.5 * x.detach().mean(0, keepdim=True))
+        return self.layer(x) * self.mean
+
+
+@pytest.mark.parametrize("data", [True, False], ids=["by data", "in place"])
+def test_a_buffer_that_a_backward_needs_is_that_of_its_microbatch(data):
+    make = partial(Model, Averaged(data).double(), nn.Tanh(), Averaged(data).double())
+    accumulating = {**FLAGS, "accumulate_grad_batches": 4}
+    plain = Script(make, lambda: vectors(96), 4, accumulating).plain()
+    for run in Script(make, lambda: vectors(96), 16, FLAGS).pipelined(2, num_microbatches=4):
+        assert distance(run, plain) <= 1e-12
+
+
+class Weighing(Model):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "weight": len(batch[0])}
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x.sum().item()
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return y
+
+
+def test_hooks_see_what_flows_back_whether_or_not_a_weight_is_returned():
+    script = Script(lambda: Weighing(Clamped()), lambda: vectors(96), 16, FLAGS)
+    plain = script.plain()
+    for run in script.pipelined(2, num_microbatches=4):
+        assert distance(run, plain) <= 1e-12
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, sparse=True)
+
+    def forward(self, x):
+        return x + self.table((x.detach()[:, :3] * 5).abs().long() % 7).mean(1)
+
+
+def test_sparse_gradients_of_replicas_equal_ddp():
+    script = Script(lambda: Model(Looked()), lambda: vectors(192), 16, FLAGS)
+    plain = script.plain(2)
+    for run in script.pipelined(2, 2, num_microbatches=4):
+        assert distance(run, plain) <= 1e-12
+
+
+class Rounded(nn.Module):
+    """A weight that a step rounds to 16 bits, as quantisation-aware training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x):
+        return x @ self.weight.to(torch.bfloat16).to(x.dtype)
+
+
+class Spectrum(nn.Module):
+    """A real weight on complex numbers, as Fourier layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = WIDTH // 2 + 1
+        self.weight = nn.Parameter(torch.randn(size, size) * 0.3)
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.weight.to(torch.complex128), n=WIDTH)
+
+
+@pytest.mark.parametrize("kind", [Spectrum, Rounded], ids=lambda kind: kind.__name__)
+def test_weights_that_are_cast_equal_one_device(kind):
+    exact = {"limit_val_batches": 0, "max_steps": 2}
+    script = Script(lambda: Model(kind(), nn.Tanh(), kind()), lambda: vectors(96), 16, exact)
+    if kind is Rounded:  # rounded once for each microbatch on one device, too
+        accumulating = {**exact, "accumulate_grad_batches": 4}
+        plain = Script(script.model, script.dataset, 4, accumulating).plain()
+    else:
+        plain = script.plain()
+    for run in script.pipelined(2, schedule="ZBVZeroBubble", num_microbatches=4):
+        assert distance(run, plain) <= 1e-12

@@ -80,6 +80,8 @@ def main() -> None:
     for name, value in (("ranks", 4), ("microbatches", 8), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--milliseconds", type=float, default=10.0)
+    names = [entry.name for entry in SCHEDULES]
+    parser.add_argument("--schedules", nargs="*", choices=names, default=names)
     parser.add_argument("--picture", type=Path, help="where to write the picture of one step")
     parser.add_argument("--cost", action="store_true", help="the cost instead of the prediction")
     args = parser.parse_args()
@@ -88,10 +90,10 @@ def main() -> None:
         for name in list(found.turns)[1:]:
             print(f"| {name} | {found.ratio(name, 'without')} |")
         return
-    for entry in SCHEDULES:
+    for schedule in args.schedules:
         with tempfile.TemporaryDirectory() as folder:
-            steps = run_ranks(args.ranks, predict, entry.name, args, folder, deadline=300)[0]
-            if args.picture is not None and entry.name == _DRAWN:
+            steps = run_ranks(args.ranks, predict, schedule, args, folder, deadline=300)[0]
+            if args.picture is not None and schedule == _DRAWN:
                 picture = Path(folder, f"timeline-{steps[-1].step}.svg")
                 args.picture.write_text(picture.read_text())
         ratio = spread([step.predicted.makespan / step.measured.makespan for step in steps])
@@ -100,7 +102,7 @@ def main() -> None:
             for kind in ("measured", "predicted")
         )
         milliseconds = spread([1e3 * step.measured.makespan for step in steps])
-        cells = [entry.name, f"{milliseconds.median:.1f}", str(ratio)]
+        cells = [schedule, f"{milliseconds.median:.1f}", str(ratio)]
         cells += [f"{bubble.median:.1f} %", f"{ideal.median:.1f} %"]
         print("|", " | ".join(cells), "|", flush=True)
 

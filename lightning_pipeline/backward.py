@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline.uses import (
     KINDS,
@@ -44,6 +45,16 @@ _SECONDS_PER_NODE = 4e-6
 
 _WORTH = 10.0
 """How much a fused backward must save for each second that it costs, since both are guesses."""
+
+
+def hooks_made() -> int:
+    """How many hooks this process has registered so far, on tensors, nodes or modules.
+
+    Autograd does not tell which of its nodes have hooks. A forward that registers some is one whose
+    backward is better left to autograd, as a whole: a hook on the way to a weight would be passed
+    by, and one behind an operation would find no gradient of the weight.
+    """
+    return int(RemovableHandle.next_id)
 
 
 class Deferred:
@@ -123,6 +134,7 @@ def split_backward(
     inputs: Sequence[Tensor],
     *,
     products_alone: bool = False,
+    whole: bool = False,
 ) -> tuple[list[Tensor | None], Deferred]:
     """Runs the first part of a backward.
 
@@ -130,13 +142,14 @@ def split_backward(
         roots: Where it starts, with the gradients there.
         inputs: Leaves whose gradients are wanted now.
         products_alone: Leave for the second part the weights of matrix products only.
+        whole: Leave nothing for the second part.
 
     Returns:
         The gradients of ``inputs``, ``None`` where there is none, and the second part.
     """
     kinds = PRODUCTS if products_alone else KINDS
-    walk = _Walk([edge.node for edge, _ in roots], inputs, kinds)
-    if walk.is_whole:
+    walk = None if whole else _Walk([edge.node for edge, _ in roots], inputs, kinds)
+    if walk is None or walk.is_whole:
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         found = [leaf.grad for leaf in inputs]
         for leaf in inputs:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_pipeline.actions import Action, action_lists
 from lightning_pipeline.activities import Observer, Wait, nobody
 from lightning_pipeline.arrivals import Arrivals
-from lightning_pipeline.backward import Deferred, is_worth_fusing, split_backward, walk_seconds
+from lightning_pipeline.backward import (
+    Deferred,
+    hooks_made,
+    is_worth_fusing,
+    split_backward,
+    walk_seconds,
+)
 from lightning_pipeline.boundary import check_planned, cross
 from lightning_pipeline.cache import Cache
 from lightning_pipeline.lowering import Kind, Transfer, lower, receive_early
@@ -22,6 +28,7 @@ from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting.cost import default_rates
 from lightning_pipeline.steps import TensorMeta
 from lightning_pipeline.wire import Parcel, Wire
+from lightning_pipeline.work import Work
 
 # As many as plans: a pass is a few lists, but a run that goes through more shapes in turn than fit
 # would make one every step.
@@ -32,47 +39,6 @@ _SPLIT_LOSS = 0.05
 
 _Key = tuple[Kind, int, int]
 """``"F"`` for values and ``"B"`` for gradients, the stage that gets them, and the microbatch."""
-
-
-class Work(Protocol):
-    """What the engine runs: the parts of one batch's step.
-
-    Attributes:
-        num_microbatches: Number of microbatches, a count that the schedule allows.
-        trains: Whether there is a backward.
-        key: Equal for two batches whose boundaries have the same metadata.
-    """
-
-    trains: bool
-
-    @property
-    def num_microbatches(self) -> int:
-        """At least 1."""
-
-    @property
-    def key(self) -> Hashable:
-        """Compared and hashed only."""
-
-    def boundary(self, stage: int, microbatch: int) -> list[TensorMeta]:
-        """Tensors that ``stage`` receives."""
-
-    def before_messages(self) -> None:
-        """Called once, before the first message is sent or received."""
-
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
-        """Values for the next stage; the unscaled loss on the last."""
-
-    def loss_factor(self, microbatch: int) -> float | Tensor:
-        """What the loss of ``microbatch`` is multiplied by before its backward."""
-
-    def seconds(self, stage: int) -> float:
-        """What ``stage`` takes for one microbatch, forward and backward, as far as is known."""
-
-    def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradients of what ``stage`` received are there."""
-
-    def finished(self, stage: int) -> None:
-        """All weight gradients of ``stage`` are there."""
 
 
 @dataclass
@@ -138,6 +104,7 @@ class Engine:
         self._num_stages = self._num_ranks * stages_per_rank
         self._orders: Cache[_Order] = Cache(_CACHED_PASSES)
         self._wire = Wire(mesh.pipeline_group)
+        self._hooked: set[int] = set()
         self.observer: Observer | None = None
 
     def run(self, work: Work) -> None:
@@ -147,7 +114,7 @@ class Engine:
         """
         key = (work.trains, work.num_microbatches, work.key)
         order = self._orders.get(key, lambda: self._build(work))
-        this = _Pass(order, work, self._wire, self._num_stages, self._device)
+        this = _Pass(order, work, self._wire, self._num_stages, self._device, self._hooked)
         if self.observer is not None and work.trains:
             this.tell = self.observer
         this.run()
@@ -194,6 +161,7 @@ class _Pass:
         wire: The way to other ranks.
         num_stages: Number of stages of the pipeline.
         device: The rank's device.
+        hooked: Stages whose forward has registered hooks, to be added to.
 
     Attributes:
         tell: Is told what the pass does from now on.
@@ -202,9 +170,16 @@ class _Pass:
     tell: Observer = staticmethod(nobody)
 
     def __init__(
-        self, order: _Order, work: Work, wire: Wire, num_stages: int, device: torch.device
+        self,
+        order: _Order,
+        work: Work,
+        wire: Wire,
+        num_stages: int,
+        device: torch.device,
+        hooked: set[int],
     ) -> None:
         self._order, self._work, self._wire = order, work, wire
+        self._hooked = hooked
         self._num_stages, self._device = num_stages, device
         self._frames: dict[tuple[int, int], _Frame] = {}
         # tensors for a stage of this rank, made here or on their way
@@ -299,7 +274,10 @@ class _Pass:
         if stage:
             for tensor, meta in zip(self._take("F", action), metas, strict=True):
                 received.append(tensor.detach().requires_grad_(meta.requires_grad))
+        hooks = hooks_made()
         out = self._work.forward(stage, microbatch, tuple(map(cross, received)))
+        if hooks_made() != hooks:
+            self._hooked.add(stage)
         if stage == self._num_stages - 1:
             values, wanted = [out], [True]
         else:
@@ -347,6 +325,8 @@ class _Pass:
         way back through the pipeline is its first part alone.
         """
         known = self._order.manners
+        if stage in self._hooked:
+            return None
         if stage not in known:
             walk = walk_seconds(edges)
             seconds, microbatches = self._work.seconds(stage), self._work.num_microbatches
@@ -368,7 +348,8 @@ class _Pass:
         self, action: Action, frame: _Frame, roots: list[tuple[GradientEdge, Tensor]], **how: bool
     ) -> Deferred:
         leaves = [leaf for leaf in frame.received if leaf.requires_grad]
-        grads, deferred = split_backward(roots, leaves, **how)
+        whole = action.stage in self._hooked
+        grads, deferred = split_backward(roots, leaves, whole=whole, **how)
         found = iter(grads)
         self._give_back(action, [next(found) if t.requires_grad else None for t in frame.received])
         return deferred

@@ -70,6 +70,12 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters = parameters
         self._grads = [p.grad for p in parameters]
+        if any(grad is not None and grad.layout is not torch.strided for grad in self._grads):
+            raise StepError(
+                "An embedding with sparse=True has a sparse gradient, which ranks that hold the "
+                "same weight cannot exchange here. Set sparse=False, or data_parallel_size=1 (and "
+                "use the embedding on one stage alone)."
+            )
         flat = [
             (torch.zeros_like(p) if grad is None else grad).reshape(-1)
             for p, grad in zip(parameters, self._grads, strict=True)

@@ -117,8 +117,11 @@ def add_gradient(leaf: Tensor, grad: Tensor, *, owned: bool) -> None:
 
 
 def _target(node: Node | None) -> Target | None:
-    """The parameter behind casts and transpositions, if it is one that can wait."""
-    way, transposed = [], False
+    """The parameter behind a cast and transpositions, if it is one that can wait.
+
+    Behind several casts it cannot: autograd would round its gradient to the type between them.
+    """
+    way, transposed, casts = [], False, 0
     while node is not None:
         way.append(node)
         name = kind_of(node)
@@ -127,7 +130,9 @@ def _target(node: Node | None) -> Target | None:
             return Target(leaf, way, transposed) if _can_wait(leaf) else None
         if name == "TBackward0":
             transposed = not transposed
-        elif name != "ToCopyBackward0":
+        elif name == "ToCopyBackward0":
+            casts += 1
+        if casts > 1 or name not in ("TBackward0", "ToCopyBackward0"):
             return None
         node = node.next_functions[0][0]
     return None
@@ -170,7 +175,7 @@ def _product(
     node: Node, weight: Target | None, factor: str, bias: Node | None, data: Node | None
 ) -> Use | None:
     given = None if weight is None else _saved(node, factor)
-    if weight is None or given is None:
+    if weight is None or given is None or given.is_complex():
         return None
     biases, following = _bias(bias, weight.parameter.shape[0 if weight.transposed else 1])
 
@@ -200,7 +205,7 @@ def _convolution(node: Any) -> Use | None:
     if weight is None or weight.transposed:
         return None
     given, used = _saved(node, "input"), _saved(node, "weight")
-    if given is None or used is None:
+    if given is None or used is None or given.is_complex():
         return None
     manner = (
         *(node._saved_stride, node._saved_padding, node._saved_dilation),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_pipeline.backward import split_backward
+from lightning_pipeline.backward import hooks_made, split_backward
 from lightning_pipeline.boundary import cross
 
 ROWS, WIDTH = 6, 4
@@ -128,12 +128,13 @@ def gradients(stage, split):
     torch.manual_seed(0)
     module, leaf = Layers().double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
     leaf.requires_grad_()
+    hooks = hooks_made()
     outputs = stage(module, cross(leaf))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = [torch.ones_like(out) for out in outputs]
     if split:
         roots = [(get_gradient_edge(o), g) for o, g in zip(outputs, grads, strict=True)]
-        [of_input], deferred = split_backward(roots, [leaf])
+        [of_input], deferred = split_backward(roots, [leaf], whole=hooks_made() != hooks)
         deferred.run()
     else:
         torch.autograd.backward(outputs, grads)

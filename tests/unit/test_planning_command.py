@@ -58,11 +58,11 @@ def test_data_for_programs(
     code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL, "json=true", "memory=2.03GB")
     assert code == 0
     data = json.loads(out)
-    assert data["limit"] == 2.03e9
+    assert data["limit"] == pytest.approx(2.03e9, rel=1e-12)
     speeds = [found["samples_per_second"] for found in data["fitting"]]
     assert speeds == sorted(speeds, reverse=True)
-    assert all(found["peak_bytes"] <= 2.03e9 for found in data["fitting"])
-    assert all(found["peak_bytes"] > 2.03e9 for found in data["too_large"])
+    assert all(found["peak_bytes"] <= data["limit"] for found in data["fitting"])
+    assert all(found["peak_bytes"] > data["limit"] for found in data["too_large"])
     names = {entry.name for entry in SCHEDULES}
     assert {found["schedule"] for found in data["fitting"]} <= names
     assert sum(stage["share"] for stage in data["stages"]) == pytest.approx(1)
@@ -144,7 +144,7 @@ def test_seventy_billion_parameters_are_planned_in_a_minute(
 ) -> None:
     pytest.importorskip("transformers")
     with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
-        overrides = ["device=h100", "devices=32", "trainer.precision=bf16-true", "json=true"]
+        overrides = ["device=h100", "devices=16", "trainer.precision=bf16-true", "json=true"]
         cfg = compose("plan", overrides=overrides)
     parts: dict[int, Any] = {id(cfg.model): Llama, id(cfg.data): Tokens}
 

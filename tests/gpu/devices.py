@@ -18,6 +18,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no C
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)
+on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
 
 
 def mesh_of(schedule: str, device: torch.device) -> Mesh:

@@ -167,3 +167,16 @@ def test_all_ranks_build_the_same_groups_in_the_same_order(
     # Two pipelines, four positions, and the first set once in each pipeline: the others are
     # held by one rank, by the whole pipeline, or by the same ranks again.
     assert len(calls[0]) == len(set(calls[0])) == 2 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "both"),
+    [
+        ("gloo", "gloo"),
+        ("nccl", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("xccl", "cpu:gloo,xpu:xccl"),
+    ],
+)
+def test_groups_take_numbers_of_the_host(backend: str, both: str) -> None:
+    assert mesh_module.with_host(backend) == both

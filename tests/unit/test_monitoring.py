@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeline.mesh import MeshSizes
-from lightning_pipeline.monitoring import count_replicas, keep_examples_with_weights
+from lightning_pipeline.monitoring import (
+    count_replicas,
+    decide_together,
+    keep_examples_with_weights,
+)
 from tests.models.modules import OneLinear
 
 
@@ -32,3 +40,29 @@ def test_utilisation_is_that_of_all_ranks_of_a_pipeline():
     computed = throughput.compute()
     assert computed["samples_per_sec"] == 2 * computed["device/samples_per_sec"] == 16
     assert computed["device/mfu"] == pytest.approx(30 / (4 * 10.0))
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_rank_0_tells_of_a_sigterm_without_the_device(received):
+    told = []
+
+    def broadcast(value):
+        told.append(value)
+        return value
+
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), broadcast=broadcast)
+    loop = SimpleNamespace()
+    trainer = SimpleNamespace(
+        strategy=strategy,
+        received_sigterm=received,
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        _val_check_time_interval=None,
+    )
+    decide_together(trainer)
+    with pytest.raises(SIGTERMException) if received else nullcontext():
+        loop._broadcast_sigterm_tensor()
+    assert told == [received]
+    strategy.root_device = torch.device("cpu")
+    del loop._broadcast_sigterm_tensor
+    decide_together(trainer)
+    assert vars(loop) == {}  # Lightning's own, which waits for nothing there

@@ -137,3 +137,32 @@ def test_weights_that_are_cast_equal_one_device(kind):
         plain = script.plain()
     for run in script.pipelined(2, schedule="ZBVZeroBubble", num_microbatches=4):
         assert distance(run, plain) <= 1e-12
+
+
+class Adding(torch.autograd.Function):
+    """Adds a gradient of its own to what comes back, as penalties on activations do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 1e-2 * ctx.saved_tensors[0]
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return Adding.apply(self.layer(x))
+
+
+def test_microbatches_that_fill_a_schedule_up_add_no_gradient():
+    script = Script(lambda: Model(Penalised()), lambda: vectors(12), 2, FLAGS)
+    plain = script.plain()
+    for run in script.pipelined(2, schedule="DualPipeV", num_microbatches=4):
+        assert distance(run, plain) <= 1e-12

@@ -166,3 +166,64 @@ def test_microbatches_that_fill_a_schedule_up_add_no_gradient():
     plain = script.plain()
     for run in script.pipelined(2, schedule="DualPipeV", num_microbatches=4):
         assert distance(run, plain) <= 1e-12
+
+
+class Moving(nn.Module):
+    """Stays whole, and moves an average of what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(1, WIDTH))
+
+    def forward(self, x):
+        x.sum().item()
+        y = self.layer(x)
+        if self.training:
+            self.mean.mul_(0.5).add_(0.5 * y.detach().mean(0, keepdim=True))
+        return y
+
+
+class Follows(nn.Module):
+    """Multiplies by the average that another module moves."""
+
+    def __init__(self, moving) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", moving.mean)
+
+    def forward(self, x):
+        return self.layer(x) * self.mean
+
+
+class SharesBuffer(Model):
+    def __init__(self) -> None:
+        moving = Moving()
+        super().__init__(nn.Sequential(moving, nn.Tanh(), Follows(moving)))
+
+
+class SharesBufferBetweenCalls(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.moving = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh()), Moving()
+        self.follows, self.head = Follows(self.moving), nn.Linear(WIDTH, 3)
+
+    def training_step(self, batch, batch_idx):
+        h = self.moving(self.first(batch[0])).tanh()
+        return F.mse_loss(self.head(self.follows(h).tanh()), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(SharesBuffer, {}), (SharesBufferBetweenCalls, {"partition": ["moving"]})],
+    ids=["one call", "two calls"],
+)
+def test_a_buffer_of_two_modules_is_one(make, how):
+    accumulating = {**FLAGS, "accumulate_grad_batches": 4}
+    plain = Script(make, lambda: vectors(96), 4, accumulating).plain()
+    script = Script(make, lambda: vectors(96), 16, FLAGS)
+    for run in script.pipelined(2, schedule="GPipe", num_microbatches=4, **how):
+        assert distance(run, plain) <= 1e-12

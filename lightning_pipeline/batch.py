@@ -37,7 +37,7 @@ class Cut:
 
     Attributes:
         sizes: Rows of each microbatch that holds data; they differ by at most one.
-        total: Number of microbatches that run; the surplus repeats the first one with weight 0.
+        total: Number of microbatches of the schedule; the surplus is not computed and sends zeros.
         others: Rows of each microbatch in the batches of further loaders, where they differ.
     """
 

@@ -19,10 +19,10 @@ from lightning_pipeline.logs import LogRecorder
 from lightning_pipeline.merging import Merger, Place, detached, mean
 from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.placing import Held
-from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import (
     Carries,
     Microbatch,
+    MicrobatchBuffers,
     Runner,
     TensorMeta,
     gradient_missing,
@@ -37,7 +37,7 @@ class StepPass:
     """The work of one batch; see :class:`lightning_pipeline.engine.Work`.
 
     Attributes:
-        microbatches: What runs, fillers included.
+        microbatches: What the schedule runs, fillers included.
         cut: How the batch's rows are dealt out.
         trains: Whether there is a backward.
         scale: Factor of every loss: the scale of 16-bit gradients.
@@ -58,6 +58,7 @@ class StepPass:
         weights: The weight that the step returned for each of them, ``None`` if it did not; a
             tensor as long as it is on the device only.
         same: The comparison of the ranks' batches, as long as it is under way.
+        buffers: Copies of buffers, if the microbatches are to have some of their own.
         came: Stage and index of the received values for which a gradient has come back.
     """
 
@@ -81,6 +82,7 @@ class StepPass:
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | Tensor | None] = field(default_factory=list)
     same: SameBatch | None = None
+    buffers: MicrobatchBuffers | None = None
     came: set[tuple[int, int]] = field(default_factory=set)
     _coming: Readback | None = None
 
@@ -110,7 +112,9 @@ class StepPass:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         """Runs one stage on one microbatch; the loss on the last stage."""
         if self.cut.is_filler(microbatch):
-            return self._fill(stage, microbatch, received)
+            return self._fill(stage, microbatch)
+        if self.buffers is not None and not self.runners[stage].manner.recomputes:
+            self.buffers.renew(self.microbatches[microbatch].plan)
         with counting(microbatch):
             return self._run(stage, microbatch, received)
 
@@ -136,20 +140,12 @@ class StepPass:
             self._coming = Readback(torch.stack(found)) if found else None
         return self._loss(item, returned)
 
-    def _fill(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
-        """Runs a microbatch of weight 0, of which nothing stays but gradients of zero."""
-        item = self.microbatches[microbatch]
-        state = [i for i in state_items(self.runners[stage].module) if not is_elsewhere(i.tensor)]
-        buffers = [held for held in state if not isinstance(held.tensor, nn.Parameter)]
-        saved = [(held, held.tensor.detach().clone()) for held in buffers]
-        values, returned = self.runners[stage](item, received)
-        self.runners[stage].forget()
-        for held, value in saved:
-            held.entries[held.key] = held.tensor  # it may have been bound anew
-            held.tensor.data.copy_(value)  # not a new version: the backward has saved this one
-        if stage < item.plan.num_stages - 1:
-            return values
-        return _loss_of(item, returned) if self.trains else torch.zeros(())
+    def _fill(self, stage: int, microbatch: int) -> Any:
+        """What a microbatch of weight 0 sends: zeros, for which nothing is run."""
+        device = self.runners[stage].device
+        if stage == self.microbatches[microbatch].plan.num_stages - 1:
+            return torch.zeros((), device=device)
+        return tuple(meta.fill(0, device) for meta in self.boundary(stage + 1, microbatch))
 
     def _loss(self, item: Microbatch, returned: Any) -> Tensor:
         if not self.trains:

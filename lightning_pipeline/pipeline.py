@@ -33,6 +33,7 @@ from lightning_pipeline.sharing import share_state
 from lightning_pipeline.steps import (
     ABSENT,
     Microbatch,
+    MicrobatchBuffers,
     Runner,
     StepPlan,
     append,
@@ -85,7 +86,7 @@ class Pipeline:
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
         self._writers = Writers(module.trainer.callbacks, mesh)  # type: ignore[attr-defined]
-        self._plans = Plans(module)
+        self._plans, self._buffers = Plans(module), MicrobatchBuffers(module)
         self._runners: dict[str, dict[int, Runner]] = {}
         self._counters: dict[str, int] = {}
         self._sizes: dict[str, Any] = {}
@@ -264,6 +265,8 @@ class Pipeline:
         self._computed.inside_step = True
         try:
             blocks = self._blocks() if trains else []
+            if trains and not blocks:
+                work.buffers = self._buffers
             with kept_random_state(self._device):
                 with self._mesh.within(Scope.REPLICAS), patched(blocks):
                     self.engine.run(work)
@@ -274,6 +277,7 @@ class Pipeline:
                 work.metrics.finish()
         finally:
             self._computed.inside_step = False
+            self._buffers.settle()
             set_attributes(self._module, work.wholes)
         self._computed.forget()
         work.check_dependence(self._mesh.is_last)
@@ -320,9 +324,9 @@ class Pipeline:
                 rest,
                 plan,
                 mix(seed, self._mesh.data_rank, index),
-                None if cut.is_filler(index) else recorder,
+                recorder,
                 starts[0 if cut.is_filler(index) else index],
-                index in (0, number % len(batches)),
+                index in (0, number % len(cut.sizes)),
             )
             for index, (microbatch, plan) in enumerate(zip(batches, plans, strict=True))
         ]

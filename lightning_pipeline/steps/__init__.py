@@ -2,6 +2,7 @@
 
 from lightning_pipeline.steps.analyst import Analyst
 from lightning_pipeline.steps.attributes import ABSENT, append, set_attributes
+from lightning_pipeline.steps.buffers import MicrobatchBuffers
 from lightning_pipeline.steps.carrying import Carries
 from lightning_pipeline.steps.dependence import gradient_missing
 from lightning_pipeline.steps.execution import Manner, compiled
@@ -31,6 +32,7 @@ __all__ = [
     "HandMade",
     "Manner",
     "Microbatch",
+    "MicrobatchBuffers",
     "PartitionSpec",
     "Placement",
     "Request",

@@ -12,8 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_pipeline.splitting.state import StateItem
-from lightning_pipeline.steps.buffers import of_one_microbatch, written_buffers
 from lightning_pipeline.steps.plan import StepPlan
 from lightning_pipeline.steps.recomputing import Recomputation
 
@@ -46,8 +44,6 @@ class Execution:
         self._module, self._device, self.manner = module, device, manner
         self._compiled: WeakKeyDictionary[StepPlan, dict[int, Callable[..., Any]]]
         self._compiled = WeakKeyDictionary()
-        self._written: WeakKeyDictionary[StepPlan, dict[int, list[StateItem]]]
-        self._written = WeakKeyDictionary()
         self._again: dict[int, Recomputation] = {}
 
     def __call__(
@@ -73,18 +69,8 @@ class Execution:
                 made[call] = compiled(function, self.manner.compile)
             function = made[call]
         if not self.manner.recomputes:
-            with of_one_microbatch(self._written_by(plan, call)):
-                return function(*args, **kwargs)
+            return function(*args, **kwargs)
         return self._recomputation(plan.module_of(call))(function, *args, **kwargs)
-
-    def _written_by(self, plan: StepPlan, call: int) -> list[StateItem]:
-        """Buffers that a call writes to and that its backward may need."""
-        if not torch.is_grad_enabled():
-            return []
-        known = self._written.setdefault(plan, {})
-        if call not in known:
-            known[call] = written_buffers(self._module, plan.calls[call].writes)
-        return known[call]
 
     def _recomputation(self, module: nn.Module) -> Recomputation:
         if id(module) not in self._again:

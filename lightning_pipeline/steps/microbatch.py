@@ -35,7 +35,7 @@ class Microbatch:
     rest: tuple[Any, ...]
     plan: StepPlan
     seed: int
-    log: Callable[..., None] | None
+    log: Callable[..., None]
     starts: dict[str, Any] = field(default_factory=dict)
     compares: bool = True
 

@@ -167,9 +167,8 @@ class Runner:
             progress.unpatched = present(changes)
         if plan.by_hand is not None:
             changes += plan.by_hand.changes()
-        if not is_last or microbatch.log is None:
-            # A filler on the last stage runs to its end, where a step may read its metrics.
-            self._silenced = self._silenced or silenced(module, readable=is_last)
+        if not is_last:
+            self._silenced = self._silenced or silenced(module)
             changes += self._silenced
         else:
             changes.append((module, "log", microbatch.log))

@@ -252,6 +252,7 @@ class Recorder(TorchFunctionMode):
         state = sandbox.state_of(module)
         weights = [item.tensor for item in state]
         marked = marks(weights)
+        sandbox.written_in_trials.clear()
         try:
             out = self._inside(name, original, module, args, kwargs)
         except SplitError:
@@ -266,7 +267,9 @@ class Recorder(TorchFunctionMode):
         writes = [
             reads[id(item)]
             for item, is_written in zip(state, written, strict=True)
-            if item.entries.get(item.key) is not item.tensor or is_written
+            if item.entries.get(item.key) is not item.tensor
+            or is_written
+            or id(item.tensor) in sandbox.written_in_trials
         ]
         for item in state:  # a buffer that was bound anew keeps its identity
             item.entries[item.key] = item.tensor

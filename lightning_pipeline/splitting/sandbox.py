@@ -67,6 +67,7 @@ class Sandbox:
         items: Every entry of parameters and buffers, with the original tensors.
         stand_ins: Stand-in of each original, by the original's id.
         originals: Original of each stand-in, by the stand-in's id.
+        written_in_trials: Stand-ins, by id, whose made-up values the last trial runs wrote to.
         state_names: Canonical name of each stand-in, by id.
         storage_names: The same, by storage.
         has_placeholders: Whether some of the originals are placeholders.
@@ -83,6 +84,7 @@ class Sandbox:
             if not isinstance(item.owner, torch.jit.ScriptModule)
         ]
         self.stand_ins: dict[int, Tensor] = {}
+        self.written_in_trials: set[int] = set()
         self.originals: dict[int, Tensor] = {}
         self.state_names: dict[int, str] = {}
         self.entry_names: dict[tuple[int, str], str] = {}

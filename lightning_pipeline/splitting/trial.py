@@ -19,6 +19,7 @@ from lightning_pipeline.splitting.torch_private import (
     disable_current_modes,
     flush_flat_weights,
     pytree,
+    storage_of,
 )
 
 SMALL = 0.02
@@ -69,13 +70,15 @@ def trial_run(
 
     def run_once(seed: int, integer: int, watch: AbstractContextManager[Any]) -> Any:
         torch.manual_seed(seed)
+        values: dict[int, Tensor] = {}
         try:
-            _fill(sandbox, state)
+            values.update(_fill(sandbox, state))
             make = _made_up(sandbox, integer)
             real_args, real_kwargs = pytree.tree_map(make, (args, kwargs))
             with watch:
                 return run(module, *real_args, **real_kwargs)
         finally:
+            sandbox.written_in_trials.update(_written(state, values, cost))
             _empty(state)
 
     with disable_current_modes(), torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -136,7 +139,8 @@ def _made_up(sandbox: Sandbox, integer: int = 0) -> Callable[[Any], Any]:
     return make
 
 
-def _fill(sandbox: Sandbox, state: list[StateItem]) -> None:
+def _fill(sandbox: Sandbox, state: list[StateItem]) -> dict[int, Tensor]:
+    """Puts values in the places of stand-ins, and returns them by the stand-ins' identity."""
     make = _made_up(sandbox)
     values: dict[int, Tensor] = {}
     for item in state:
@@ -152,6 +156,22 @@ def _fill(sandbox: Sandbox, state: list[StateItem]) -> None:
         item.entries[item.key] = values[id(item.tensor)]
     for item in state:
         flush_flat_weights(item.owner)
+    return values
+
+
+def _written(state: list[StateItem], values: dict[int, Tensor], cost: CostMode) -> set[int]:
+    """The stand-ins, by identity, whose values a run has written to or replaced."""
+    return {
+        id(item.tensor)
+        for item in state
+        for value in [values.get(id(item.tensor))]
+        if value is not None
+        and (
+            item.entries.get(item.key) is not value
+            or value._version > 0
+            or storage_of(value) in cost.written
+        )
+    }
 
 
 def _empty(state: list[StateItem]) -> None:

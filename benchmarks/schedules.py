@@ -31,28 +31,28 @@ ADVICE = {
     "GPipe": "When messages are slow or microbatches fewer than stages, and memory is plenty. "
     "Otherwise 1F1B takes the same time and holds less.",
     "1F1B": "The default, and the right one for most: fewest messages, few activations, any model "
-    "that can be cut once a rank. More microbatches make its bubble smaller; slow messages stretch "
-    "it more than any other.",
+    "that can be cut once a rank. More microbatches make its bubble smaller, slow messages larger.",
     "Interleaved1F1B": "When 1F1B waits too much and microbatches can't be more: with two stages a "
     "rank little more than half of the bubble, for some more memory and over twice the messages.",
-    "LoopedBFS": "When messages are slow and memory is plenty: it loses least to them, and holds "
-    "every microbatch. Otherwise Interleaved1F1B takes the same time and holds less.",
+    "LoopedBFS": "When messages are slow and memory is plenty: it loses less to them than "
+    "Interleaved1F1B, and holds every microbatch. With free ones the two take the same time.",
     "InterleavedZeroBubble": "When ranks should hardly wait and microbatches are no more than the "
     "ranks, or more than two stages a rank are wanted: gradients of weights fill the gaps.",
     "ZBVZeroBubble": "When ranks should hardly wait, in the memory of 1F1B: with twice as many "
-    "microbatches as ranks none of torch's waits less. Both ends of the model are on one rank, so "
-    "tied embeddings are together.",
+    "microbatches as ranks none waits less if messages are free. Both ends of the model are on one "
+    "rank, so tied embeddings are together.",
     "DualPipeV": "By these numbers never: ZBVZeroBubble waits no longer and holds less. It pairs "
     "forwards with backwards so that messages inside of layers (experts) are hidden; here the two "
     "of a pair run one after the other.",
     "ZBH1": "Instead of 1F1B where the model is cut once a rank: about a third of its bubble, in "
     "the same memory and with the same messages.",
-    "ZBH2": "When memory is plenty and nothing makes ranks wait for each other between steps: a "
-    "rank that has begun does not wait, and holds nearly twice what 1F1B does.",
+    "ZBH2": "When messages are slow and memory is there for nearly twice what 1F1B holds: with one "
+    "stage a rank, few messages that none loses less to. Without a barrier between steps, a rank "
+    "that has begun does not wait.",
     "VHalf": "When activations decide what fits: towards half of those of 1F1B, the more ranks the "
-    "nearer.",
-    "VMin": "When activations decide what fits: towards a third of those of 1F1B, for a larger "
-    "bubble.",
+    "nearer. Unequal times and slow messages stretch it, and VMin, most of all.",
+    "VMin": "When activations decide what fits and VHalf still holds too much: towards a third of "
+    "those of 1F1B, for a larger bubble.",
 }
 
 HEAD = """\
@@ -193,11 +193,11 @@ def page() -> str:
     choices, messages = "\n".join(rows_of_choices()), "\n".join(rows_of_messages(4, 16))
     return (
         f"{HEAD}\n\n## When to take which\n\n{advice}\n\n## The best for each size\n\n"
-        "For F:I:W = 1:1:1 and free messages. Ties are decided by the other of bubble and memory, "
+        "For F:I:W = 1:1:1 and free messages. Ties are decided by the other of bubble and memory,\n"
         f"then by messages.\n\n{choices}{sizes}\n\n"
         "## Messages that take time\n\n"
         "The bubble for 4 ranks and 16 microbatches, F:I:W = 1:1:1. F is the time of a forward on "
-        "a rank's whole part;\ncomputing goes on while messages travel.\n\n"
+        "a rank's\nwhole part; computing goes on while messages travel.\n\n"
         f"{messages}\n"
     )
 

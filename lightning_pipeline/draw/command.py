@@ -18,6 +18,7 @@ from lightning_pipeline.schedules import (
     SCHEDULES,
     Auto,
     Schedule,
+    Sizes,
     get_schedule,
     require_count,
 )
@@ -29,7 +30,7 @@ Steps = dict[Schedule, Step]
 
 def draw(
     schedules: str | Sequence[str] = "all",
-    ranks: int = 4,
+    ranks: int | Auto = "auto",
     stages: int | None = None,
     stages_per_rank: int | Auto = "auto",
     microbatches: int | Auto = 8,
@@ -44,10 +45,11 @@ def draw(
 
     Args:
         schedules: One name of a schedule or several; ``"all"`` is the whole table.
-        ranks: Number of ranks in one pipeline.
+        ranks: Number of ranks in one pipeline; ``"auto"`` is 4, or that of a schedule's file.
         stages: Number of stages in one pipeline, from which the ranks then follow.
         stages_per_rank: Number of stages on each rank; ``"auto"`` is the schedule's default.
-        microbatches: Number of microbatches in a step; ``"auto"`` is four a rank.
+        microbatches: Number of microbatches in a step; ``"auto"`` is four a rank, or that of
+            a schedule's file.
         forward: Time of a microbatch's forward on the whole part of one rank, in any unit.
         backward_input: Time of its gradients of inputs.
         backward_weight: Time of its gradients of weights.
@@ -71,9 +73,7 @@ def draw(
     steps = {}
     for entry in table:
         v = entry.resolve_stages_per_rank(stages_per_rank)
-        count = ranks if stages is None else _ranks(entry, stages, v)
-        require_count("ranks", count)
-        m = MICROBATCHES_PER_RANK * count if microbatches == "auto" else microbatches
+        count, m = _sizes(entry, ranks, stages, v, microbatches)
         if format != "html":  # a page says itself what can't run
             check_microbatches(entry, count, v, m)
         steps[entry] = Step(count, m, time, message, stages_per_rank)
@@ -104,6 +104,21 @@ def _format(format: str, output: str | None) -> str:
             "output. Set output=schedules.png."
         )
     return chosen
+
+
+def _sizes(
+    schedule: Schedule, ranks: int | Auto, stages: int | None, v: int, microbatches: int | Auto
+) -> tuple[int, int]:
+    """Numbers of ranks and of microbatches."""
+    default = schedule.sizes or Sizes(4, 0)
+    count = default.ranks if ranks == "auto" else ranks
+    if stages is not None:
+        count = _ranks(schedule, stages, v)
+    require_count("ranks", count)
+    schedule.check_ranks(count)
+    if microbatches == "auto":
+        microbatches = default.microbatches or MICROBATCHES_PER_RANK * count
+    return count, microbatches
 
 
 def _ranks(schedule: Schedule, stages: int, v: int) -> int:

@@ -53,6 +53,19 @@ def test_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 36.5," in capsys.readouterr().out
 
 
+def test_file_brings_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
+    assert cli.main(["draw", "schedule=own.csv", "microbatches=auto"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        "rank 0  0F0 ... ... ... 0B0---- 0F1 ... ... ... 0B1----",
+        "rank 1  ... 1F0 1B0---- ... ... ... 1F1 1B1---- ... ...",
+    ]
+    with pytest.raises(SystemExit):
+        cli.main(["draw", "schedule=own.csv", "microbatches=3"])
+    assert "microbatches=2" in capsys.readouterr().err
+    Path("own.csv").unlink()
+
+
 def test_all_schedules_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["draw"]) == 0
     blocks = capsys.readouterr().out.rstrip().split("\n\n")

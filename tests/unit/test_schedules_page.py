@@ -21,6 +21,26 @@ def test_every_schedule_has_words_on_when_to_take_it(schedule: Schedule) -> None
     assert page.ADVICE.get(schedule.name), "add them to ADVICE in benchmarks/schedules.py"
 
 
+def test_words_agree_with_the_figures() -> None:
+    def bubble(name: str, ranks: int = 4, m: int = 16, message: float = 0.0) -> float:
+        found = page.figures(get_schedule(name), ranks, m, page.EQUAL, message)
+        assert found is not None
+        return found.bubble
+
+    def loss(name: str) -> float:
+        return bubble(name, message=0.5) - bubble(name)
+
+    names = [entry.name for entry in SCHEDULES]
+    for ranks in page.RANKS:
+        least = min(bubble(name, ranks, 2 * ranks) for name in names)
+        assert bubble("ZBVZeroBubble", ranks, 2 * ranks) == pytest.approx(least)
+        assert bubble("GPipe", ranks) == pytest.approx(bubble("1F1B", ranks))
+        assert bubble("LoopedBFS", ranks) == pytest.approx(bubble("Interleaved1F1B", ranks))
+    assert min(names, key=loss) == "ZBH2"
+    assert set(sorted(names, key=loss)[-2:]) == {"VHalf", "VMin"}
+    assert loss("LoopedBFS") < loss("Interleaved1F1B") and loss("GPipe") < loss("1F1B")
+
+
 def test_figures_of_known_orders() -> None:
     """By hand: (p - 1) / (m + p - 1) of the time, p in flight, there and back over p - 1 links."""
     found = page.figures(get_schedule("1f1b"), 4, 8, page.EQUAL)

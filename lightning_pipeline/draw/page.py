@@ -68,10 +68,20 @@ def draw_page(
         for kind, shades in COLOURS.items()
         for shade, colour in enumerate(shades)
     )
-    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    # A name may come from a file, and must not end the script that it stands in.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("/*COLOURS*/", colours).replace("/*DATA*/", text)
+    parts = {
+        "STYLE": _read("page.css") + colours,
+        "SCRIPT": _read("page.js").rstrip(),
+        # A name may come from a file, and must not end the script that it stands in.
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    page = _read("page.html")
+    for name, text in parts.items():
+        page = page.replace(f"/*{name}*/", text)
+    return page
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _facts(schedule: Schedule, step: Step, ranks: Sequence[int]) -> dict[str, object]:

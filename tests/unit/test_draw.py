@@ -196,7 +196,7 @@ def test_page_stands_alone() -> None:
     assert '"ranks":[2,3],"microbatches":[4,17]' in page
     for link in ("://", "src=", "@import", "url("):
         assert link not in page
-    for mark in ("/*DATA*/", "/*COLOURS*/"):
+    for mark in ("/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"):
         assert mark not in page
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ lightning-pipeline COMMAND [OVERRIDE ...] [--multirun] [--cfg job] [--help]
   consolidate FOLDER [FILE]
             turn a checkpoint folder into one plain Lightning file
   bench     measure what bench=limit, hand, ... is about, and write a table
+  draw      draw a step under schedule=NAME, [NAME, ...] or all: format=text, svg, png or html
 
 Examples:
   lightning-pipeline train
@@ -56,13 +58,15 @@ Examples:
   lightning-pipeline plan experiment=gpt device=h100 devices=8 memory=80GB
   lightning-pipeline test checkpoint=outputs/DAY/TIME/checkpoints/last.ckpt
   lightning-pipeline bench bench=limit ranks=[2] microbatches=[8]
+  lightning-pipeline draw schedule=[1f1b,zbv_zero_bubble] ranks=4 microbatches=8 backward_weight=0.8
+  lightning-pipeline draw output=schedules.html
 
 A folder is what strategy.save_distributed_checkpoint=true writes.
 Overrides are Hydra's; `lightning-pipeline train --help` lists the groups and the configuration,
-`lightning-pipeline bench bench=NAME --help` those of a benchmark.
+`lightning-pipeline bench bench=NAME --help` those of a benchmark, `draw --help` those of a picture.
 """
 
-CONSOLIDATE, BENCH = "consolidate", "bench"
+CONSOLIDATE, BENCH, DRAW = "consolidate", "bench", "draw"
 Metrics = dict[str, float]
 
 
@@ -85,12 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *overrides = words
     if command == CONSOLIDATE:
         return _consolidate(overrides)
-    if command == BENCH:
+    if command in (BENCH, DRAW):
+        # To Hydra `schedule=` is a choice among the files of conf/schedule, of which there is one.
+        overrides = [re.sub("^schedule=", "schedules=", word) for word in overrides]
         with _arguments(overrides):
-            _bench()
+            _run_target(command)
         return 0
     if command not in COMMANDS and command != PLAN:
-        known = ", ".join([*COMMANDS, PLAN, CONSOLIDATE, BENCH])
+        known = ", ".join([*COMMANDS, PLAN, CONSOLIDATE, BENCH, DRAW])
         print(f"The command must be one of {known}, got {command!r}.\n\n{HELP}", file=sys.stderr)
         return 2
     if overrides[:1] == ["--job"]:
@@ -127,21 +133,24 @@ def _consolidate(words: Sequence[str]) -> int:
     return 0
 
 
-def _bench() -> None:
-    @hydra.main(version_base="1.3", config_path=CONF, config_name="bench")
+def _run_target(name: str) -> None:
+    """Calls the function that a configuration is the arguments of, and writes what it reports."""
+
+    @hydra.main(version_base="1.3", config_path=CONF, config_name=name)
     def job(cfg: DictConfig) -> None:
         output = Path(HydraConfig.get().runtime.output_dir)
         try:
             report = _build(cfg)
         except InstantiationException as error:
-            if isinstance(error.__cause__, ValueError):
+            if isinstance(error.__cause__, ValueError | ModuleNotFoundError):
                 refuse(error.__cause__)
             if isinstance(error.__cause__, RankFailed):
                 print(error.__cause__, file=sys.stderr)
                 raise SystemExit(1) from None
             raise
-        report.write(output)
-        print(f"results: {os.path.relpath(output)}")
+        if report is not None:
+            report.write(output)
+            print(f"results: {os.path.relpath(output)}")
 
     job()
 

@@ -70,7 +70,7 @@ def resolve_layout(
         raise ValueError(_refusal(entry, devices, total, depth))
     ranks = total // depth
     entry.check_ranks(ranks)
-    _check_microbatches(entry, ranks, depth, microbatches)
+    check_microbatches(entry, ranks, depth, microbatches)
     return Layout(ranks, devices // ranks, depth)
 
 
@@ -111,10 +111,20 @@ def _allows(schedule: Schedule, depth: int) -> bool:
     return depth >= schedule.min_stages_per_rank and (high is None or depth <= high)
 
 
-def _check_microbatches(
+def check_microbatches(
     schedule: Schedule, ranks: int, depth: int, microbatches: int | Auto
 ) -> None:
-    """Checks the microbatches in the words of the command line, not of the strategy."""
+    """Checks the microbatches in the words of the command line, not of the strategy.
+
+    Args:
+        schedule: The schedule.
+        ranks: Number of ranks in one pipeline.
+        depth: Number of stages that each rank holds.
+        microbatches: Number of microbatches in a step; ``"auto"`` always fits.
+
+    Raises:
+        ValueError: If the schedule can't run that many; names the nearest that it can.
+    """
     if microbatches == "auto":
         return
     require_count("microbatches", microbatches)

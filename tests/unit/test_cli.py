@@ -42,13 +42,13 @@ def _leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
-    for command in (*cli.COMMANDS, cli.CONSOLIDATE, cli.BENCH):
+    for command in (*cli.COMMANDS, cli.CONSOLIDATE, cli.BENCH, cli.DRAW):
         assert f"\n  {command}" in printed
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    known = "one of train, validate, test, predict, plan, consolidate, bench, got 'trian'"
+    known = "one of train, validate, test, predict, plan, consolidate, bench, draw, got 'trian'"
     assert known in capsys.readouterr().err
 
 

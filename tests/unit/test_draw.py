@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import io
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_pipeline.actions import action_lists
-from lightning_pipeline.draw import draw_schedules, draw_svg, draw_text
+from lightning_pipeline.draw import Step, draw_page, draw_png, draw_svg, draw_text, draw_texts
+from lightning_pipeline.draw.page import encode
+from lightning_pipeline.draw.steps import COLOURS
 from lightning_pipeline.schedules import SCHEDULES, Schedule, get_schedule
 from lightning_pipeline.simulate import StageTime, Timeline, simulate
 
@@ -76,7 +78,7 @@ def test_sums_that_are_a_hair_off_move_no_column(unit: float) -> None:
         draw_text(timeline_of(get_schedule("1f1b"), 3, 12, StageTime(t, t / 2, t / 2)), width=400)
         for t in (unit, 1.0)
     ]
-    assert texts[0] == texts[1]
+    assert texts[0].splitlines()[:3] == texts[1].splitlines()[:3]
 
 
 def test_two_digits_are_never_cut() -> None:
@@ -120,15 +122,87 @@ def test_blocks_share_one_scale_of_time() -> None:
     assert tracks[1] == tracks[2] == pytest.approx(2 * tracks[3], abs=0.2)
 
 
+def test_grids_share_one_scale_of_time() -> None:
+    timelines = {
+        name: timeline_of(get_schedule("gpipe"), 2, 2, StageTime(seconds, seconds, seconds))
+        for name, seconds in (("slow", 2.0), ("fast", 1.0))
+    }
+    assert draw_texts(timelines).splitlines() == [
+        "slow",
+        "rank 0  0F0---- 0F1---- ... ... ... ... ... ... 0B0------------ 0B1------------",
+        "rank 1  ... ... 1F0---- 1F1---- 1B0------------ 1B1------------ ... ... ... ...",
+        "bubble 33.3 %, step 18, peak activations 2 2",
+        "",
+        "fast",
+        "rank 0  0F0 0F1 ... ... ... 0B0---- 0B1----",
+        "rank 1  ... 1F0 1F1 1B0---- 1B1---- ... ...",
+        "bubble 33.3 %, step 9, peak activations 2 2",
+    ]
+
+
+def test_png_has_the_colours_in_proportion() -> None:
+    from matplotlib.image import imread
+
+    timelines = {"a": timeline_of(get_schedule("gpipe"), 2, 4, StageTime(1, 1, 1))}
+    pixels = 255 * imread(io.BytesIO(draw_png(timelines, "title")))[:, :, :3]
+    area = {}
+    for kind in "FB":
+        colour = [int(COLOURS[kind][0][at : at + 2], 16) for at in (1, 3, 5)]
+        area[kind] = (abs(pixels - colour).max(axis=2) < 1).sum()
+    # Numbers and hairlines take some of each.
+    assert area["B"] / area["F"] == pytest.approx(2, rel=0.15)
+
+
+def test_png_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    timelines = {"a": timeline_of(get_schedule("gpipe"), 2, 4, StageTime(1, 1, 1))}
+    with pytest.raises(ModuleNotFoundError) as caught:
+        draw_png(timelines, "title")
+    for part in ("format=png needs matplotlib", "lightning-pipeline[plot]", "format=svg"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ((-1, 1, 1, 0), ["forward must be", "got -1", "Set forward=1"]),
+        ((1, "x", 1, 0), ["backward_input must be", "got 'x'"]),
+        ((1, 1, float("inf"), 0), ["backward_weight must be", "got inf"]),
+        ((1, 1, 1, True), ["message must be", "got True"]),
+        ((0, 1, 1, 0), ["must take some time", "forward=0", "Set forward=1"]),
+    ],
+)
+def test_times_that_can_not_be(values: tuple[float, ...], parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Step(time=StageTime(*values[:3]), message=values[3])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "m", "text"),
+    [
+        ("1f1b", 2, 3, "AABABB ABABAB"),
+        ("looped_bfs", 1, 2, "AAEEF1F0B1B0"),
+        ("1f1b", 4, 3, ""),
+    ],
+)
+def test_orders_in_short(name: str, ranks: int, m: int, text: str) -> None:
+    assert encode(get_schedule(name), ranks, "auto", m) == text
+
+
+def test_page_stands_alone() -> None:
+    page = draw_page([get_schedule("1f1b")], Step(ranks=3, microbatches=17), (2,), (4,))
+    assert '"ranks":[2,3],"microbatches":[4,17]' in page
+    for link in ("://", "src=", "@import", "url("):
+        assert link not in page
+    for mark in ("/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"):
+        assert mark not in page
+
+
 def test_picture_in_the_documentation_is_what_the_code_draws() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == draw_schedules(), (
-        "Run: python -m lightning_pipeline.draw docs/schedules.svg"
+    timelines = {entry.name: Step().timeline(entry) for entry in SCHEDULES}
+    title = "One step of the same model: 4 ranks, 8 microbatches"
+    assert PICTURE.read_text(encoding="utf-8") == draw_svg(timelines, title), (
+        "Run: lightning-pipeline draw output=docs/schedules.svg"
     )
-
-
-def test_module_writes_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "picture.svg"
-    monkeypatch.setattr(sys, "argv", ["draw", str(path)])
-    monkeypatch.delitem(sys.modules, "lightning_pipeline.draw")
-    runpy.run_module("lightning_pipeline.draw", run_name="__main__")
-    assert all(schedule.name in path.read_text(encoding="utf-8") for schedule in SCHEDULES)

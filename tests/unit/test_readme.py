@@ -52,8 +52,11 @@ def jobs(overrides: list[str]) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command: str, tmp_path: Path) -> None:
     word, *overrides = shlex.split(command.replace("PATH", str(tmp_path)), comments=True)
-    assert word in (*cli.COMMANDS, cli.CONSOLIDATE)
-    if word == "consolidate":  # has no configuration
+    assert word in (*cli.COMMANDS, cli.CONSOLIDATE, cli.DRAW)
+    if word == cli.CONSOLIDATE:  # has no configuration
+        return
+    if word == cli.DRAW:
+        assert cli.main([word, *overrides]) == 0
         return
     with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
         for job in jobs(overrides):

@@ -27,6 +27,7 @@ from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting.cost import default_rates
 from lightning_pipeline.steps import TensorMeta
+from lightning_pipeline.threads import calm_gloo
 from lightning_pipeline.wire import Parcel, Wire
 from lightning_pipeline.work import Work
 
@@ -128,6 +129,7 @@ class Engine:
         lists = action_lists(self._schedule, *sizes) if work.trains else self._forwards(*sizes)
         steps = lower(lists, self._num_stages)[self._mesh.pipeline_rank]
         if self._wire.by_tag:
+            calm_gloo()  # some of its threads may have been without a name when they began
             steps = receive_early(steps)
         last = {a.stage: a for a in steps if isinstance(a, Action) and a.op in "BW"}
         back = (s for s in steps if isinstance(s, Transfer) and s.sends and s.kind == "B")

@@ -174,6 +174,7 @@ class Mesh:
         self.data_ranks = self._replicas(position)
         self._arrange(schedule, stages_per_rank)
         self._timeout: timedelta | None = None
+        self._device: torch.device | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.scope = Scope.ALL
 
@@ -199,7 +200,7 @@ class Mesh:
             stages_per_rank: Stages that each rank holds.
         """
         self._arrange(schedule, stages_per_rank)
-        self.build_groups(self._timeout)
+        self.build_groups(self._timeout, self._device)
 
     @contextmanager
     def within(self, scope: Scope) -> Iterator[None]:
@@ -247,7 +248,7 @@ class Mesh:
             timeout: How long a collective may take; ``None`` is the default group's.
             device: The rank's device; ``None`` is the host.
         """
-        self._timeout = timeout
+        self._timeout, self._device = timeout, device
         for data_rank in range(self.sizes.data):
             self._build(self._pipeline(data_rank), timeout)
         for position in range(self.sizes.pipeline):

@@ -75,7 +75,7 @@ class _File:
         self._cells: dict[Action, _Cell] = {}
         try:
             text = path.read_text(encoding="utf-8-sig")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"A schedule's file must be readable, got {error}. The name comes from "
                 f"schedule={str(path)!r}. Set it to a file with a row of actions for each rank."

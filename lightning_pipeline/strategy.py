@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -188,6 +189,12 @@ class PipelineStrategy(BuildingStrategy):
         without_compilation(module)
         self._defer_weights()
         kept = self._kept_pipeline(module)
+        if kept is not None and fitting and self._options.open is not None:
+            rank_zero_warn(
+                f"schedule='auto' is not chosen for this fit, which goes on with "
+                f"{self._options.schedule.name}: an evaluation before it has placed the module. "
+                "Fit first, name a schedule, or set gather_after_run=True."
+            )
         self._check(trainer, module, fitting)
         self._deal_out(trainer)
         share_random_state(self.mesh, self.root_device)

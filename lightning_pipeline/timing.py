@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.splitting import Program, StageFunction, is_elsewhere, state_items
+from lightning_pipeline.splitting.pictures import Picture
 from lightning_pipeline.splitting.torch_private import flush_flat_weights, pytree
 from lightning_pipeline.steps import Survey, TensorMeta, kept_random_state
 
@@ -35,11 +36,16 @@ def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.devi
         mesh: The rank's place, groups built.
         device: The rank's device.
     """
-    with context(), kept_random_state(device):
-        found = [
-            _Bench(call.program, device).seconds() if call.program is not None else None
-            for call in survey.calls
-        ]
+    pictures = [Picture(module.named_modules()) for _, module in survey.targets]
+    try:
+        with context(), kept_random_state(device):
+            found = [
+                _Bench(call.program, device).seconds() if call.program is not None else None
+                for call in survey.calls
+            ]
+    finally:
+        for picture in pictures:  # made-up values must leave nothing behind
+            picture.restore()
     flat = [
         value if value is not None else float("nan")
         for call, seconds in zip(survey.calls, found, strict=True)

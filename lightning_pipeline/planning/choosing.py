@@ -58,8 +58,9 @@ def choose(
         try:
             with mesh.within(Scope.ALONE):
                 box = [_choice(module, batch, options, mesh, device, context)]
-        except (PipelineError, ValueError) as error:  # the other ranks wait for an answer
-            box, cause = [str(error)], error
+        except Exception as error:  # the other ranks wait for an answer
+            known = isinstance(error, (PipelineError, ValueError))
+            box, cause = [str(error) if known else f"{type(error).__name__}: {error}"], error
     dist.broadcast_object_list(box, 0, device=device)
     if isinstance(box[0], str):
         raise StepError(
@@ -133,6 +134,7 @@ def _choice(
     found = best.candidate
     note = (
         f"schedule='auto' has chosen {describe(found)}: predicted to be the fastest of "
-        f"{outlook.num_fitting} ways that fit, {1e3 * best.seconds:.3g} ms a step"
+        f"{outlook.num_fitting} ways that fit, {1e3 * best.seconds:.3g} ms of computing and "
+        f"messages a step on {here.name}, without what Python adds"
     )
     return found.schedule.name, found.stages_per_rank, found.microbatches, note

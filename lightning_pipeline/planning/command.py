@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning import LightningDataModule, LightningModule
 from omegaconf import DictConfig
 
@@ -28,6 +30,7 @@ from lightning_pipeline.planning.devices import (
 from lightning_pipeline.planning.optimizers import state_bytes
 from lightning_pipeline.planning.planner import Planner
 from lightning_pipeline.planning.tables import (
+    DECIDED,
     as_data,
     memory_table,
     overrides_of,
@@ -41,6 +44,8 @@ from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.splitting import UNPLACED, Rates, release, state_items
 
 PLAN = "plan"
+_OF_PLANNING = ("device", "memory", "top", "json")
+_LEAST = 1e6  # bytes; a smaller limit lacks its unit
 
 Build = Callable[..., Any]
 """Builds what a node of the configuration describes."""
@@ -70,15 +75,33 @@ def run_plan(cfg: DictConfig, build: Build) -> None:
         return
     print(plan)
     print(memory_table(best))
-    print(f"\nlightning-pipeline train {overrides_of(best)}\n")
+    command = [*_given(), overrides_of(best, cfg.trainer.num_nodes)]
+    print(f"\nlightning-pipeline train {' '.join(command)}\n")
     print(f"{outlook.num_fitting} layouts fit; the best of each kind, the fastest first:")
     print(ranking(outlook, cfg.top))
     for line in reasons(outlook):
         print(f"- {line}")
 
 
+def _given() -> list[str]:
+    """The user's own words, but for what is decided here and what only planning knows."""
+    hydra = HydraConfig.get()
+    sources = [s for s in hydra.runtime.config_sources if s.provider == "command-line"]
+    words = [f"--config-dir={source.path}" for source in sources]
+    for word in hydra.overrides.task:
+        key = word.partition("=")[0].lstrip("+~").partition(".")[0]
+        if key not in (*DECIDED, *_OF_PLANNING):
+            words.append(shlex.quote(word))
+    return words
+
+
 def _bounds(cfg: DictConfig) -> Bounds:
     """What the configuration leaves open; the rows are filled in when the batch is known."""
+    if not isinstance(cfg.strategy, DictConfig) or "pipeline_parallel_size" not in cfg.strategy:
+        raise ValueError(
+            f"A plan is one of a pipeline, got strategy={cfg.strategy}. The value comes from the "
+            "configuration. Leave it out, or set strategy=pipeline."
+        )
     devices = cfg.devices * cfg.trainer.num_nodes if isinstance(cfg.devices, int) else cfg.devices
     require_count("devices", devices)
     if devices < 2:
@@ -104,7 +127,13 @@ def _bounds(cfg: DictConfig) -> Bounds:
 def _limit(cfg: DictConfig, device: Device) -> float:
     """Bytes of one device; the memory of a host is shared by the ranks on it."""
     if cfg.memory is not None:
-        return parse_bytes("memory", cfg.memory)
+        limit = parse_bytes("memory", cfg.memory)
+        if limit < _LEAST:
+            raise ValueError(
+                f"memory must be at least a megabyte, got {cfg.memory} bytes. The value comes from "
+                f"memory={cfg.memory}. Set it with a unit, e.g. memory={cfg.memory}GB."
+            )
+        return limit
     return device.memory / (cfg.devices if device.kind == "cpu" else 1)
 
 

@@ -145,8 +145,8 @@ def local_device(device: torch.device) -> Device:
     """
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        spelled = found.name.lower().replace(" ", "")
-        name = next((name for name in device_names() if name in spelled), "a100")
+        words = set(re.split(r"[\s-]+", found.name.lower().replace("rtx ", "rtx")))
+        name = next((name for name in device_names() if name in words), "a100")
         return replace(get_device(name), memory=float(found.total_memory))
     flops = {"float32": CPU_RATES.flops, "float64": CPU_RATES.flops / 2}
     way = Way(CPU_RATES.bytes / 3, 5e-5)  # as measured by `this_machine`

@@ -55,12 +55,21 @@ def plan_of(found: Prediction, drawing: Drawing, notes: Sequence[str] = ()) -> P
     )
 
 
-def overrides_of(found: Prediction) -> str:
-    """The overrides by which ``lightning-pipeline train`` runs a prediction."""
+DECIDED = ("schedule", "devices", "stages", "microbatches", "activation_checkpointing")
+"""Settings of a training that a prediction has decided."""
+
+
+def overrides_of(found: Prediction, num_nodes: int = 1) -> str:
+    """The overrides by which ``lightning-pipeline train`` runs a prediction.
+
+    Args:
+        found: The prediction.
+        num_nodes: Nodes that its ranks are spread over.
+    """
     schedule, ranks, replicas, depth, microbatches, recompute = found.candidate
     words = [
         f"schedule={schedule.snake}",
-        f"devices={ranks * replicas}",
+        f"devices={ranks * replicas // num_nodes}",
         f"stages={ranks * depth}",
         f"microbatches={microbatches}",
     ]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,6 +55,8 @@ class Effects:
 
     def begin(self) -> None:
         """Notes how things are when the outermost forward begins."""
+        # A second normal number that NumPy keeps would be drawn without a trace.
+        np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 0})
         self._outside, self._seeds = outside_state(), seeds()
 
     # ---- reads

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.splitting.state import StateItem
+from lightning_pipeline.splitting.torch_private import pytree, storage_of
 from lightning_pipeline.steps.plan import StepPlan
 
 
@@ -17,8 +18,8 @@ class MicrobatchBuffers:
     """Gives every microbatch of a pass its own copy of the buffers that the step writes to.
 
     On one device the backward of a microbatch runs before the forward of the next one writes
-    again. Running statistics are left alone: a norm that moves them does not need them in its
-    backward.
+    again. Left alone are running statistics, which a norm does not need in its backward, and
+    buffers that are parameters or plain attributes as well.
 
     Args:
         module: The user's LightningModule.
@@ -35,6 +36,7 @@ class MicrobatchBuffers:
         if plan not in self._written:
             self._written[plan] = self._find(plan)
         copies: dict[int, Tensor] = {}
+        memories: dict[int, torch.UntypedStorage] = {}
         for _, entries, key, _, _ in self._written[plan]:
             now = entries[key]
             if now is None:
@@ -42,7 +44,13 @@ class MicrobatchBuffers:
             place = id(entries), key
             if self._copies.get(place) is not now:
                 self._originals[place] = entries, key, now
-            entries[key] = self._copies[place] = copies.setdefault(id(now), now.detach().clone())
+            if id(now) not in copies:
+                # Views of one memory stay views of one.
+                if storage_of(now) not in memories:
+                    memories[storage_of(now)] = now.untyped_storage().clone()
+                how = now.storage_offset(), now.shape, now.stride()
+                copies[id(now)] = now.new_empty(0).set_(memories[storage_of(now)], *how)
+            entries[key] = self._copies[place] = copies[id(now)]
 
     def settle(self) -> None:
         """Puts the buffers back with what the last microbatch has left in them."""
@@ -56,12 +64,25 @@ class MicrobatchBuffers:
     def _find(self, plan: StepPlan) -> list[StateItem]:
         names = frozenset[str]().union(*(call.writes for call in plan.calls))
         items = list(state_items(self._module)) if names else []
-        written = {id(item.tensor) for item in items if item.name in names}
+        here = [item for item in items if not is_elsewhere(item.tensor)]
+        written = {storage_of(item.tensor) for item in here if item.name in names}
+        written -= {storage_of(i.tensor) for i in here if isinstance(i.tensor, nn.Parameter)}
+        written -= set(map(storage_of, self._attributes()))
         return [
             item
-            for item in items
-            if id(item.tensor) in written
-            and not isinstance(item.tensor, nn.Parameter)
+            for item in here
+            if storage_of(item.tensor) in written
             and not isinstance(item.owner, nn.modules.batchnorm._NormBase)
-            and not is_elsewhere(item.tensor)
+        ]
+
+    def _attributes(self) -> list[Tensor]:
+        """Tensors by which a buffer could be reached past its entry, where no copy would be met."""
+        registries = ("_parameters", "_buffers", "_modules")
+        return [
+            leaf
+            for child in self._module.modules()
+            for key, value in vars(child).items()
+            if key not in registries
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, Tensor) and not is_elsewhere(leaf)
         ]

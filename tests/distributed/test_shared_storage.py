@@ -227,3 +227,27 @@ def test_a_buffer_of_two_modules_is_one(make, how):
     script = Script(make, lambda: vectors(96), 16, FLAGS)
     for run in script.pipelined(2, schedule="GPipe", num_microbatches=4, **how):
         assert distance(run, plain) <= 1e-12
+
+
+class Aliased(nn.Module):
+    """Writes to a buffer and reads a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("both", torch.ones(2, WIDTH))
+        self.register_buffer("first", self.both[0])
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.no_grad():
+            self.both.mul_(0.5).add_(y.detach().abs().mean(0))
+        return y + self.first
+
+
+def test_a_view_of_a_buffer_sees_what_is_written_to_it():
+    accumulating = {**FLAGS, "accumulate_grad_batches": 4}
+    plain = Script(lambda: Model(Aliased()), lambda: vectors(96), 4, accumulating).plain()
+    script = Script(lambda: Model(Aliased()), lambda: vectors(96), 16, FLAGS)
+    for run in script.pipelined(2, num_microbatches=4):
+        assert distance(run, plain) <= 1e-12

@@ -45,9 +45,11 @@ def test_the_command_prints_the_plan_the_ranking_and_the_overrides(
     assert "memory of each rank of a pipeline" in out
     [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
     with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
-        cfg = compose("train", overrides=["output_dir=out", *line.split()[2:], "experiment=gpt"])
+        cfg = compose("train", overrides=["output_dir=out", *line.split()[2:]])
         settled = cli.settle("train", cfg)
     assert settled.strategy.pipeline_parallel_size * settled.strategy.data_parallel_size == 4
+    assert "experiment=gpt data.num_characters=20000" in line
+    assert not {"device=h100", "memory", "schedule=auto"} & set(line.split())
     header = next(i for i, text in enumerate(out.splitlines()) if text.startswith("schedule  "))
     first = out.splitlines()[header + 1].split()
     assert get_schedule(first[0]).name == get_schedule(settled.strategy.schedule).name
@@ -159,3 +161,30 @@ def test_seventy_billion_parameters_are_planned_in_a_minute(
     data = json.loads(capsys.readouterr().out)
     assert data["fitting"]
     assert sum(stage["parameters"] for stage in data["stages"]) == 70_553_706_496
+
+
+def test_the_command_is_for_the_devices_of_a_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, out, _ = run(
+        capsys, monkeypatch, tmp_path, *SMALL[:2], "devices=2", "trainer.num_nodes=2"
+    )
+    assert code == 0
+    [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
+    assert {"devices=2", "trainer.num_nodes=2"} <= set(line.split())
+
+
+@pytest.mark.parametrize(
+    ("word", "cure"),
+    [("memory=80", "e.g. memory=80GB"), ("strategy=ddp", "set strategy=pipeline")],
+)
+def test_words_that_cannot_be_meant(
+    word: str,
+    cure: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    code, _, err = run(capsys, monkeypatch, tmp_path, *SMALL, word)
+    assert code == 2
+    assert cure in err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +63,25 @@ def test_a_rank_knows_its_cpu_without_measuring() -> None:
     device = local_device(torch.device("cpu"))
     assert device.rates(torch.float32) == CPU_RATES
     assert device.memory == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GH200 480GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_a_gpu_is_known_by_a_whole_word_of_its_name(
+    spelled: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(name=spelled, total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert local_device(torch.device("cuda")) == replace(get_device(name), memory=2.0**30)
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:

@@ -321,6 +321,16 @@ class NumpyRandom(Chain):
         return super().forward(x)
 
 
+@refused("draws from Python's or NumPy's random generator", "x = x * scale")
+class NumpyRandomNormal(Chain):
+    """Draws the second of two normal numbers that NumPy makes at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(np.random.randn())
+        x = x * scale
+        return super().forward(x)
+
+
 @refused("use_reentrant=True", "x = checkpoint(layer, x, use_reentrant=True)")
 class Reentrant(Chain):
     def forward(self, x: Tensor) -> Tensor:

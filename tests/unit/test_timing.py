@@ -35,6 +35,19 @@ class Picky(nn.Linear):
         return super().forward(x)
 
 
+class Remembering(nn.Linear):
+    """Draws from a generator of its own, and keeps what its first forward made."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.generator = torch.Generator().manual_seed(1)
+        self.table: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.append(float(torch.rand((), generator=self.generator)))
+        return super().forward(x)
+
+
 class Net(L.LightningModule):
     def __init__(self, *kinds: type[nn.Linear]) -> None:
         super().__init__()
@@ -69,6 +82,16 @@ def test_a_slow_piece_is_found_and_nothing_is_left_of_the_measurement() -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert tensors == {name: id(value) for name, value in module.named_parameters()}
     assert all(p.grad is None for p in module.parameters())
+
+
+def test_what_a_module_draws_and_keeps_is_put_back() -> None:
+    module = Net(nn.Linear, Remembering, nn.Linear)
+    found = surveyed(module)
+    own = module.net[1][0]
+    state, table = own.generator.get_state(), list(own.table)
+    time_pieces(found, nullcontext, ALONE, HOST)
+    assert torch.equal(own.generator.get_state(), state)
+    assert own.table == table
 
 
 def test_a_piece_that_does_not_run_by_itself_keeps_its_cost_in_proportion() -> None:

@@ -69,6 +69,12 @@ def run_plan(cfg: DictConfig, build: Build) -> None:
     if not outlook.fitting:
         raise ValueError(planner.refusal(bounds, outlook))
     best = outlook.fitting[0]
+    if sum(rank.total for rank in best.memory) + best.reserved <= limit:
+        notes = [
+            *notes,
+            "The whole training fits one device: strategy=ddp needs no pipeline then, and is ahead "
+            "where the links between the devices are fast.",
+        ]
     plan = plan_of(best, blueprint.cut(best.candidate.num_stages), notes)
     if cfg.json:
         print(json.dumps(as_data(outlook, plan, notes), indent=2))

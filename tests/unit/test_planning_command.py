@@ -43,6 +43,7 @@ def test_the_command_prints_the_plan_the_ranking_and_the_overrides(
     assert code == 0
     assert "predicted bubble" in out and "partition=" in out
     assert "memory of each rank of a pipeline" in out
+    assert "fits one device: strategy=ddp needs no pipeline" in out
     [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
     with initialize_config_module("lightning_pipeline.conf", version_base="1.3"):
         cfg = compose("train", overrides=["output_dir=out", *line.split()[2:]])

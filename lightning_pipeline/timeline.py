@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -146,7 +147,18 @@ class PipelineTimeline(Callback):
             logger.log_metrics(self.last.metrics, step=self._step)
         folder = self._dirpath or trainer.log_dir  # asks all ranks
         if trainer.is_global_zero:
-            _write(Path(folder or "."), self.last, pipelines)
+            path = _write(Path(folder or "."), self.last, pipelines)
+            rank_zero_info(f"PipelineTimeline: step {self._step} is in {path} and {path.stem}.svg.")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tells of steps that did not come."""
+        missed = sorted(step for step in self._steps if step >= trainer.global_step)
+        if missed:
+            rank_zero_warn(
+                f"PipelineTimeline was to record the steps {missed}, but the training ended after "
+                f"{trainer.global_step}. Set steps below that, 0 for the first."
+            )
 
 
 def _strategy(trainer: Trainer) -> PipelineStrategy:
@@ -155,7 +167,7 @@ def _strategy(trainer: Trainer) -> PipelineStrategy:
     return strategy
 
 
-def _write(folder: Path, step: MeasuredStep, pipelines: Sequence[MeasuredPipeline]) -> None:
+def _write(folder: Path, step: MeasuredStep, pipelines: Sequence[MeasuredPipeline]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     trace = chrome_trace(step, pipelines)
     path = folder / f"timeline-{step.step}.json"
@@ -164,3 +176,4 @@ def _write(folder: Path, step: MeasuredStep, pipelines: Sequence[MeasuredPipelin
     took, promised = (1e3 * rows[name].makespan for name in ("measured", "predicted"))
     title = f"Step {step.step}: {took:.1f} ms measured, {promised:.1f} ms predicted"
     path.with_suffix(".svg").write_text(draw_svg(rows, title), encoding="utf-8")
+    return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -241,3 +242,10 @@ def test_other_strategies_are_refused() -> None:
         trainer.fit(BoringModel())
     for part in ("strategy='pipeline'", "got SingleDeviceStrategy", "remove the callback"):
         assert part in str(caught.value)
+
+
+def test_steps_that_did_not_come_are_told() -> None:
+    timeline = PipelineTimeline(steps=[1, 8, 50])
+    trainer: Any = SimpleNamespace(global_step=8)
+    with pytest.warns(UserWarning, match=r"the steps \[8, 50\], but the training ended after 8"):
+        timeline.on_train_end(trainer, L.LightningModule())

@@ -96,6 +96,10 @@ def own_value(module: nn.Module, name: str) -> Any:
     return attributes.get("_modules", {}).get(name, ABSENT)
 
 
+_END = object()
+"""What stands behind the children of a container, so that none can pass to the next unseen."""
+
+
 class Watch:
     """Looks at some attributes of a tree of modules, again and again.
 
@@ -158,6 +162,7 @@ class Watch:
         for entries in self._lists:
             found += entries
             found += entries.values()
+            found.append(_END)
         if any(self._empty) or len(found) != len(self._atoms):
             return False
         if not all(map(is_, found, self._atoms)):
@@ -209,7 +214,7 @@ class Watch:
             elif name == "_modules":
                 there.append(name)
                 self._lists.append(modules)
-                atoms[2].extend((*modules, *modules.values()))
+                atoms[2].extend((*modules, *modules.values(), _END))
             elif name in attributes:
                 if isinstance(attributes[name], _ATOMS):
                     there.append(name)

@@ -233,3 +233,12 @@ def test_watch(name: str) -> None:
     changed = {place for place in PLACES if watch.values[place] != values[place]}
     assert (now != first) == bool(changed) and watch.look() == now
     assert expected is None or changed == expected
+
+
+def test_a_child_that_passes_to_the_next_container_is_seen() -> None:
+    net = nn.ModuleDict({"a": nn.ModuleDict({"x": nn.ReLU()}), "b": nn.ModuleDict()})
+    watch = Watch(net, [("a", "_modules"), ("b", "_modules")])
+    before = watch.look()
+    assert watch.look() == before
+    net["b"]["x"] = net["a"].pop("x")
+    assert watch.look() != before

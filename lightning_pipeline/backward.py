@@ -37,6 +37,8 @@ from lightning_pipeline.uses import (
 
 Node = torch.autograd.graph.Node
 
+_KEPT = "lightning_pipeline.kept"
+
 _WHOLE = "CheckpointFunctionBackward"
 """Reentrant checkpoints run in a backward of the whole graph only."""
 
@@ -55,6 +57,26 @@ def hooks_made() -> int:
     by, and one behind an operation would find no gradient of the weight.
     """
     return int(RemovableHandle.next_id)
+
+
+def has_listeners(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether somebody keeps autograd's accumulation node of one of some parameters, to hook it.
+
+    Call it while no graph is alive: the nodes then live as long as somebody keeps them.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    with torch.enable_grad():
+        for parameter in trained:
+            _notes(parameter)[_KEPT] = True
+        kept = [_notes(parameter).pop(_KEPT, False) for parameter in trained]
+    return any(kept)
+
+
+def _notes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What is noted at the accumulation node of a parameter, for as long as the node lives."""
+    [(node, _)] = parameter.view_as(parameter).grad_fn.next_functions  # type: ignore[union-attr]
+    notes: Any = node.metadata  # type: ignore[union-attr]  # a property, whatever torch's stub says
+    return notes
 
 
 class Deferred:

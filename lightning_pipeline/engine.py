@@ -15,6 +15,7 @@ from lightning_pipeline.activities import Observer, Wait, nobody
 from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.backward import (
     Deferred,
+    has_listeners,
     hooks_made,
     is_worth_fusing,
     split_backward,
@@ -131,6 +132,9 @@ class Engine:
         if self._wire.by_tag:
             calm_gloo()  # some of its threads may have been without a name when they began
             steps = receive_early(steps)
+        if work.trains:
+            own = self._mesh.stages
+            self._hooked.update(s for s in own if has_listeners(work.parameters(s)))
         last = {a.stage: a for a in steps if isinstance(a, Action) and a.op in "BW"}
         back = (s for s in steps if isinstance(s, Transfer) and s.sends and s.kind == "B")
         sends_back = frozenset(step.stage + 1 for step in back)

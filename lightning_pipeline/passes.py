@@ -210,6 +210,9 @@ class StepPass:
     def seconds(self, stage: int) -> float:
         return self.microbatches[0].plan.stage_cost[stage]
 
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        return self.held.parameters[stage]
+
     def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
         if not self.cut.is_filler(microbatch):
             self.came |= {(stage, i) for i, grad in enumerate(gradients) if grad is not None}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.steps import TensorMeta
 
@@ -43,6 +43,9 @@ class Work(Protocol):
 
     def seconds(self, stage: int) -> float:
         """What ``stage`` takes for one microbatch, forward and backward, as far as is known."""
+
+    def parameters(self, stage: int) -> Iterable[nn.Parameter]:
+        """Parameters of ``stage`` on this rank."""
 
     def returned(self, stage: int, microbatch: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradients of what ``stage`` received are there."""

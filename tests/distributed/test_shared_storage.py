@@ -251,3 +251,21 @@ def test_a_view_of_a_buffer_sees_what_is_written_to_it():
     script = Script(lambda: Model(Aliased()), lambda: vectors(96), 16, FLAGS)
     for run in script.pipelined(2, num_microbatches=4):
         assert distance(run, plain) <= 1e-12
+
+
+class Listened(Model):
+    """Halves a gradient at the node that accumulates it, which it keeps from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH))
+        weight = self.net[2].weight
+        self.kept = [weight.view_as(weight).grad_fn.next_functions[0][0]]
+        self.kept[0].register_prehook(lambda grads: (grads[0] / 2,))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_hook_at_the_accumulation_of_a_weight_is_run(schedule):
+    script = Script(Listened, lambda: vectors(96), 16, FLAGS)
+    plain = script.plain()
+    for run in script.pipelined(2, schedule=schedule, num_microbatches=4):
+        assert distance(run, plain) <= 1e-12

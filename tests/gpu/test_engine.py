@@ -61,6 +61,9 @@ class Layers:
     def seconds(self, stage):
         return 1e-3
 
+    def parameters(self, stage):
+        return self.net[stage].parameters()
+
     def returned(self, stage, microbatch, gradients):
         assert all(grad is not None for grad in gradients)
 

@@ -69,6 +69,32 @@ def write_order(lists: Sequence[Sequence[Action]], path: str | Path) -> None:
         csv.writer(file).writerows([str(action) for action in row] for row in lists)
 
 
+def schedule_of(lists: Lists, name: str, placement: Placement, stages_per_rank: int) -> Schedule:
+    """The schedule that action lists make, for exactly their sizes.
+
+    Args:
+        lists: For each rank of one pipeline, what it computes, in an order that can be run.
+        name: Its name.
+        placement: How the stages lie on the ranks.
+        stages_per_rank: Stages on each rank.
+    """
+    return Schedule(
+        name,
+        name,
+        min_stages_per_rank=stages_per_rank,
+        max_stages_per_rank=stages_per_rank,
+        placement=placement,
+        splits_backward=any(action.op == "I" for row in lists for action in row),
+        order=partial(_as_written, lists),
+        in_torch=False,
+        sizes=Sizes(len(lists), _microbatches(lists)),
+    )
+
+
+def _microbatches(lists: Lists) -> int:
+    return 1 + max(action.microbatch for row in lists for action in row)
+
+
 class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,24 +115,14 @@ class _File:
         lists = self._lists
         if not any(lists):
             self._refuse("at least one action", "none", "write a row of actions for each rank")
-        microbatches = 1 + max(action.microbatch for action in self._cells)
+        microbatches = _microbatches(lists)
         num_stages = 1 + max(action.stage for action in self._cells)
         placement, depth = self._placement(num_stages)
         for stage in range(num_stages):
             for microbatch in range(microbatches):
                 self._check_complete(stage, microbatch)
         self._check_order(num_stages)
-        return Schedule(
-            str(self._path),
-            str(self._path),
-            min_stages_per_rank=depth,
-            max_stages_per_rank=depth,
-            placement=placement,
-            splits_backward=any(action.op == "I" for action in self._cells),
-            order=partial(_as_written, lists),
-            in_torch=False,
-            sizes=Sizes(len(lists), microbatches),
-        )
+        return schedule_of(lists, str(self._path), placement, depth)
 
     def _refuse(self, rule: str, got: str, cure: str) -> NoReturn:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,20 @@ _REPETITIONS = 3
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+class PieceSeconds(NamedTuple):
+    """What one piece takes for one microbatch, in seconds.
+
+    Attributes:
+        forward: Its forward.
+        backward: Its whole backward.
+        weight: What of that the gradients of its weights take.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+
+
 def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.device) -> None:
     """Puts measured seconds, forward and backward, in place of the costs of a survey's pieces.
 
@@ -36,18 +50,9 @@ def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.devi
         mesh: The rank's place, groups built.
         device: The rank's device.
     """
-    pictures = [Picture(module.named_modules()) for _, module in survey.targets]
-    try:
-        with context(), kept_random_state(device):
-            found = [
-                _Bench(call.program, device).seconds() if call.program is not None else None
-                for call in survey.calls
-            ]
-    finally:
-        for picture in pictures:  # made-up values must leave nothing behind
-            picture.restore()
+    found = measure(survey, context, device)
     flat = [
-        value if value is not None else float("nan")
+        value.forward + value.backward if value is not None else float("nan")
         for call, seconds in zip(survey.calls, found, strict=True)
         for value in (seconds or [None] * call.num_pieces)
     ]
@@ -58,6 +63,34 @@ def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.devi
     merged = iter([a if a == a else c * scale for a, c in zip(agreed, costs, strict=True)])
     for call in survey.calls:
         call.cost = [next(merged) for _ in range(call.num_pieces)]
+
+
+def measure(
+    survey: Survey, context: Context, device: torch.device
+) -> list[list[PieceSeconds | None] | None]:
+    """Runs every piece of a survey by itself on made-up values.
+
+    Args:
+        survey: What a step calls; it is left as it is.
+        context: The precision plugin's context of the step.
+        device: Where the pieces run.
+
+    Returns:
+        For each call the seconds of each piece of its recording, ``None`` for what does not run on
+        made-up values or has no recording.
+    """
+    pictures = [Picture(module.named_modules()) for _, module in survey.targets]
+    known: dict[int, list[PieceSeconds | None]] = {}
+    try:
+        with context(), torch.enable_grad(), kept_random_state(device):
+            for call in survey.calls:
+                program = call.program
+                if program is not None and id(program) not in known:
+                    known[id(program)] = _Bench(program, device).seconds()
+    finally:
+        for picture in pictures:  # made-up values must leave nothing behind
+            picture.restore()
+    return [known.get(id(call.program)) for call in survey.calls]
 
 
 def _median(own: Tensor, mesh: Mesh) -> Tensor:
@@ -79,7 +112,7 @@ class _Bench:
         for position, value in program.inputs:
             self._inputs[position] = self._made_up(value)
 
-    def seconds(self) -> list[float | None]:
+    def seconds(self) -> list[PieceSeconds | None]:
         """What each piece takes; ``None`` where it does not run on made-up values."""
         return [self._time(piece) for piece in range(self._program.num_pieces)]
 
@@ -89,35 +122,52 @@ class _Bench:
         made = TensorMeta(known.shape, known.dtype, False).fill(1, self._device)
         return made.requires_grad_(known.requires_grad)
 
-    def _time(self, piece: int) -> float | None:
+    def _time(self, piece: int) -> PieceSeconds | None:
         program = self._program
         part = StageFunction(program, piece, piece + 1)
         carried = tuple(self._made_up(value) for value in program.live[piece] if piece)
-        best = float("inf")
-        with _weights_on(program.module, program.reads[piece], self._device):
-            for _ in range(_REPETITIONS):
-                given = tuple(value.view_as(value) for value in carried)
-                self._wait()
-                start = time.perf_counter()
-                try:
-                    self._step(part, given)
-                except Exception:
-                    return None
-                self._wait()
-                best = min(best, time.perf_counter() - start)
-        return best
+        try:
+            with _weights_on(program.module, program.reads[piece], self._device):
+                runs = [self._run(part, carried) for _ in range(_REPETITIONS)]
+        except Exception:
+            return None
+        forward, backward, inputs = map(min, zip(*runs, strict=True))
+        return PieceSeconds(forward, backward, max(0.0, backward - inputs))
 
-    def _step(self, part: StageFunction, given: tuple[Tensor, ...]) -> None:
-        out = part(given, self._inputs)
-        leaves = pytree.tree_leaves(out)
+    def _run(self, part: StageFunction, carried: tuple[Tensor, ...]) -> tuple[float, float, float]:
+        """Seconds of a forward, of its backward, and of the gradients of its inputs alone."""
+        given = tuple(value.view_as(value) for value in carried)
         before = {id(value) for value in given}
-        roots = [
-            leaf
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in before
-        ]
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        out: list[Tensor] = []
+
+        def forward() -> None:
+            leaves = pytree.tree_leaves(part(given, self._inputs))
+            out[:] = [
+                leaf
+                for leaf in leaves
+                if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in before
+            ]
+
+        there = self._clocked(forward)
+        gradients = [torch.ones_like(root) for root in out]
+        trained = [value for value in given if value.requires_grad]
+        if not out:
+            return there, 0.0, 0.0
+        back = self._clocked(lambda: torch.autograd.backward(out, gradients))
+        if not trained:
+            return there, back, 0.0
+        forward()
+        only = self._clocked(
+            lambda: torch.autograd.grad(out, trained, gradients, allow_unused=True)
+        )
+        return there, back, only
+
+    def _clocked(self, run: Callable[[], Any]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - start
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -23,7 +23,8 @@ from lightning_pipeline.planning.candidates import Bounds
 from lightning_pipeline.planning.devices import local_device, product_dtype
 from lightning_pipeline.planning.optimizers import state_bytes
 from lightning_pipeline.planning.planner import Planner, describe
-from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.planning.searching import searched
+from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting import state_items
 
 
@@ -68,8 +69,7 @@ def choose(
             "schedule, e.g. schedule='1F1B'; if the batch is one of a validation that "
             "training_step does not take, set Trainer(num_sanity_val_steps=0)."
         ) from cause
-    name, depth, microbatches, note = box[0]
-    schedule = get_schedule(name)
+    schedule, depth, microbatches, note = box[0]
     return replace(
         options,
         schedule=schedule,
@@ -87,8 +87,8 @@ def _choice(
     mesh: Mesh,
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[str, int, int, str]:
-    """Name, stages on each rank, microbatches and a note.
+) -> tuple[Schedule, int, int, str]:
+    """Schedule, stages on each rank, microbatches and a note.
 
     Raises:
         ValueError: If nothing is legal or fits; says what would.
@@ -124,17 +124,19 @@ def _choice(
         partition=partition,
         only=options.module,
         uncut=options.uncut,
+        measured_on=device if options.balance_by == "time" else None,
     )
     rates = here.rates(product_dtype(module, device, context))
     planner = Planner(blueprint, here, rates, here.memory)
     outlook = planner.search(bounds)
     if not outlook.fitting:
         raise ValueError(planner.refusal(bounds, outlook))
-    best = outlook.fitting[0]
+    best = searched(outlook) or outlook.fitting[0]
     found = best.candidate
     note = (
         f"schedule='auto' has chosen {describe(found)}: predicted to be the fastest of "
-        f"{outlook.num_fitting} ways that fit, {1e3 * best.seconds:.3g} ms of computing and "
-        f"messages a step on {here.name}, without what Python adds"
+        f"{outlook.num_fitting} ways that fit"
+        f"{' and the orders searched for them' if best not in outlook.fitting else ''}, "
+        f"{1e3 * best.seconds:.3g} ms of computing and messages a step on {here.name}"
     )
-    return found.schedule.name, found.stages_per_rank, found.microbatches, note
+    return found.schedule, found.stages_per_rank, found.microbatches, note

@@ -25,6 +25,8 @@ THIS_MACHINE = "this_machine"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = 1.024  # for each prefix of KiB, MiB, GiB, TiB
 _SECONDS = 0.15  # of each measurement
+_CPU_ACTION = 5e-4  # docs/speed.md
+_CPU_LATENCY = 2.5e-4  # of gloo to a process that sleeps; docs/speed.md
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Device:
         bandwidth_share: The part of that which elementwise operations reach, 0 to 1.
         elements: Random numbers or elements of pooling windows a second.
         launch: Seconds that any operation takes, however small.
+        action: Seconds of Python that running an action of a schedule takes.
         node: Link to a device of the same node.
         network: Link to a device of another node.
         devices_per_node: Number of devices in a node.
@@ -72,6 +75,7 @@ class Device:
     bandwidth_share: float
     elements: float
     launch: float
+    action: float
     node: Way
     network: Way
     devices_per_node: int
@@ -86,6 +90,13 @@ class Device:
         name = str(dtype).removeprefix("torch.")
         flops = self.flops.get(name, self.flops["float32"]) * self.share
         return Rates(flops, self.bandwidth * self.bandwidth_share, self.elements, self.launch)
+
+    def with_python(self, seconds: float) -> float:
+        """How long an action lasts whose operations take so long.
+
+        A GPU works off what it was told while Python prepares the next; a CPU does one by one.
+        """
+        return seconds + self.action if self.kind == "cpu" else max(seconds, self.action)
 
     @property
     def cutting_rates(self) -> Rates:
@@ -149,7 +160,7 @@ def local_device(device: torch.device) -> Device:
         name = next((name for name in device_names() if name in words), "a100")
         return replace(get_device(name), memory=float(found.total_memory))
     flops = {"float32": CPU_RATES.flops, "float64": CPU_RATES.flops / 2}
-    way = Way(CPU_RATES.bytes / 3, 5e-5)  # as measured by `this_machine`
+    way = Way(CPU_RATES.bytes / 3, _CPU_LATENCY)  # as measured by `this_machine`
     return Device(
         name="cpu",
         kind="cpu",
@@ -161,6 +172,7 @@ def local_device(device: torch.device) -> Device:
         bandwidth_share=1.0,
         elements=CPU_RATES.elements,
         launch=CPU_RATES.launch,
+        action=_CPU_ACTION,
         node=way,
         network=way,
         devices_per_node=1024,
@@ -229,8 +241,8 @@ def _measured() -> dict[str, Any]:
         "launch": _seconds(lambda: tiny + tiny),
         "memory": _memory(),
         # Between processes of one machine a message is copied in, through and out again.
-        "node": {"bandwidth": moved / 3, "latency": 5e-5},
-        "network": {"bandwidth": moved / 3, "latency": 5e-5},
+        "node": {"bandwidth": moved / 3, "latency": _CPU_LATENCY},
+        "network": {"bandwidth": moved / 3, "latency": _CPU_LATENCY},
     }
 
 

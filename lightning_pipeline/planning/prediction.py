@@ -9,6 +9,7 @@ from functools import cached_property
 
 from lightning_pipeline.actions import Action, action_lists
 from lightning_pipeline.mesh import Mesh, MeshSizes
+from lightning_pipeline.packing import Costs
 from lightning_pipeline.planning.blueprint import Drawing
 from lightning_pipeline.planning.candidates import Candidate
 from lightning_pipeline.planning.devices import Device
@@ -53,9 +54,9 @@ class RankMemory:
 class Prediction:
     """What a candidate will take, worked out as far as it is asked for.
 
-    Times are those of `Work` at the device's rates; a step is simulated with the links between the
-    ranks and the reduction of gradients over the replicas. Memory is that of the fullest moment in
-    the order of actions.
+    Times are those of `Work` at the device's rates, and of the Python of each action. A step is
+    simulated with the links between the ranks and the reduction of gradients over the replicas.
+    Memory is that of the fullest moment in the order of actions.
 
     Args:
         candidate: The way to run the training.
@@ -73,13 +74,19 @@ class Prediction:
         self, candidate: Candidate, drawing: Drawing, rows: int, device: Device, rates: Rates
     ) -> None:
         self.candidate, self.drawing, self._device = candidate, drawing, device
-        self._rows = rows
+        self._rows, self._rates = rows, rates
         self.loads = drawing.loads(rows / candidate.microbatches)
         self._again = _recomputed(candidate)
-        pairs = list(zip(self.loads, self._again, strict=True))
-        self.times = tuple(_time(load, rates, again) for load, again in pairs)
-        splits = candidate.schedule.splits_backward
-        self._keeps = [_bytes(load, again, splits) for load, again in pairs]
+        self.times = self._times(candidate.schedule.splits_backward)
+        self._keeps = self._kept(candidate.schedule.splits_backward)
+
+    def _times(self, splits: bool) -> tuple[StageTime, ...]:
+        pairs = zip(self.loads, self._again, strict=True)
+        return tuple(_time(load, self._rates, self._device, again, splits) for load, again in pairs)
+
+    def _kept(self, splits: bool) -> list[StageBytes]:
+        pairs = zip(self.loads, self._again, strict=True)
+        return [_bytes(load, again, splits) for load, again in pairs]
 
     @property
     def reserved(self) -> float:
@@ -89,14 +96,41 @@ class Prediction:
     @cached_property
     def timeline(self) -> Timeline:
         """When every action of a step runs."""
-        link = _link(self.candidate, self.loads, self._device)
-        reductions = _reductions(self.candidate, self.drawing, self._device)
-        return simulate(
-            _lists(*self.candidate[:2], *self.candidate[3:5]), self.times, link, reductions
+        return simulate(self.lists, self.times, self._links, self._reductions)
+
+    @cached_property
+    def _links(self) -> Link:
+        return _link(self.candidate, self.loads, self._device)
+
+    @cached_property
+    def _reductions(self) -> list[float] | None:
+        return _reductions(self.candidate, self.drawing, self._device)
+
+    def costs(self, limit: float) -> Costs:
+        """What other orders of the same work are judged by.
+
+        Args:
+            limit: Bytes of a device.
+        """
+        room = limit - self.reserved
+        limits = [room - (held.total - held.activations) for held in self.memory]
+        bounded = room < float("inf")
+        return Costs(
+            self._times(splits=True),
+            self._links,
+            self._kept(splits=True),
+            limits if bounded else (),
+            self._reductions,
         )
 
+    def with_schedule(self, schedule: Schedule) -> Prediction:
+        """The prediction for another order on the same stages."""
+        candidate = self.candidate._replace(schedule=schedule)
+        return Prediction(candidate, self.drawing, self._rows, self._device, self._rates)
+
     @property
-    def _lists(self) -> list[list[Action]]:
+    def lists(self) -> list[list[Action]]:
+        """For each rank of a pipeline, its actions in order."""
         schedule, ranks, _, depth, microbatches, _ = self.candidate
         return _lists(schedule, ranks, depth, microbatches)
 
@@ -108,7 +142,12 @@ class Prediction:
     @property
     def samples_per_second(self) -> float:
         """Rows a second in all replicas together."""
-        return self._rows * self.candidate.replicas / self.seconds
+        return 1 / self.seconds_per_sample
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Time of a row of all replicas together."""
+        return self.seconds / (self._rows * self.candidate.replicas)
 
     @property
     def most_samples_per_second(self) -> float:
@@ -133,7 +172,7 @@ class Prediction:
         """For each rank of a pipeline, as the schedule numbers the ranks, what it holds."""
         return tuple(
             _memory(held, self.drawing, self.loads, peak_bytes(actions, self._keeps)[0])
-            for held, actions in zip(self._held, self._lists, strict=True)
+            for held, actions in zip(self._held, self.lists, strict=True)
         )
 
     @cached_property
@@ -155,12 +194,21 @@ def _recomputed(candidate: Candidate) -> list[bool]:
     return [kind == "full" or (kind == "except_last" and s < last) for s in range(last + 1)]
 
 
-def _time(load: Load, rates: Rates, again: bool) -> StageTime:
+def _time(load: Load, rates: Rates, device: Device, again: bool, splits: bool) -> StageTime:
     forward, backward = load.forward.seconds(rates), load.backward.seconds(rates)
     weight = load.weight.seconds(rates)
     if again:  # then the whole backward runs at once
-        return StageTime(forward, backward, 0.0, forward)
-    return StageTime(forward, max(0.0, backward - weight), weight)
+        seen = device.with_python(forward)
+        return StageTime(seen, device.with_python(backward + forward) - forward, 0.0, forward)
+    if not splits:
+        back = device.with_python(backward)
+        weight *= back / backward if backward else 0.0
+        return StageTime(device.with_python(forward), back - weight, weight)
+    return StageTime(
+        device.with_python(forward),
+        device.with_python(max(0.0, backward - weight)),
+        device.with_python(weight),
+    )
 
 
 def _bytes(load: Load, again: bool, splits: bool) -> StageBytes:

@@ -76,12 +76,14 @@ class Work:
         bytes: Bytes that are read and written.
         elements: Random numbers drawn, and elements that the windows of pooling go through.
         launches: Operations of ATen but for views.
+        measured: Seconds that were measured, at any rates.
     """
 
     flops: float = 0.0
     bytes: float = 0.0
     elements: float = 0.0
     launches: float = 0.0
+    measured: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -89,10 +91,12 @@ class Work:
             self.bytes + other.bytes,
             self.elements + other.elements,
             self.launches + other.launches,
+            self.measured + other.measured,
         )
 
     def __sub__(self, other: Work) -> Work:
-        return self + Work(-other.flops, -other.bytes, -other.elements, -other.launches)
+        minus = Work(-other.flops, -other.bytes, -other.elements, -other.launches, -other.measured)
+        return self + minus
 
     def seconds(self, rates: Rates) -> float:
         """Time if nothing overlaps."""
@@ -101,6 +105,7 @@ class Work:
             + self.bytes / rates.bytes
             + self.elements / rates.elements
             + self.launches * rates.launch
+            + self.measured
         )
 
 

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_pipeline.order_files import schedule_of
 from lightning_pipeline.planning import choosing
 from lightning_pipeline.planning.candidates import Bounds
 from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.search import search_order
 from tests.distributed.fits import Script, distance
 from tests.distributed.test_exactness import LAYOUTS, MODELS, TOLERANCE, vectors
 
@@ -51,12 +53,37 @@ def test_what_is_chosen_is_exact_the_same_everywhere_and_said_once(layout, model
 def test_the_mesh_follows_any_choice(name, monkeypatch):
     only = partial(Bounds, schedules=[get_schedule(name)])
     monkeypatch.setattr(choosing, "Bounds", only)
+    monkeypatch.setattr(choosing, "searched", lambda outlook: None)
     runs = script("mlp", 2).pipelined(2, 2, schedule="auto")
     plain = script("mlp", 2)
     plain.after = None
     expected = plain.plain(2)
     for run in runs:
         assert run.extra[0] == get_schedule(name).name
+        assert distance(run, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_an_order_of_its_own_is_run_by_all_ranks(ranks, replicas, monkeypatch):
+    """With a validation whose batches have fewer rows than the order has microbatches."""
+
+    def of_the_first(outlook):
+        known = outlook.fitting[0]
+        schedule, _, _, depth, microbatches, _ = known.candidate
+        lists = search_order(known.costs(outlook.limit), ranks, depth, microbatches)
+        return known.with_schedule(schedule_of(lists, "Searched", schedule.placement, depth))
+
+    monkeypatch.setattr(choosing, "searched", of_the_first)
+    monkeypatch.setattr(choosing, "Bounds", partial(Bounds, schedules=[get_schedule("GPipe")]))
+    settings = {"limit_val_batches": 2}
+    given = {"schedule": "auto", "num_microbatches": 8}
+    runs = script("transformer", replicas, **settings).pipelined(ranks, replicas, **given)
+    plain = script("transformer", replicas, **settings)
+    plain.after = None
+    expected = plain.plain(replicas)
+    for run in runs:
+        assert run.extra[0] == "Searched" and run.extra[2] == 8
+        assert "the orders searched for them" in run.extra[3][-1]
         assert distance(run, expected) <= TOLERANCE
 
 

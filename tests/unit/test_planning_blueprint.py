@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import lightning as L
@@ -151,3 +152,29 @@ def test_a_module_is_as_before() -> None:
 def test_a_step_that_reads_values_is_refused_with_the_reason() -> None:
     with pytest.raises(StepError, match=r"cannot be followed without values.*loss\.item\(\)"):
         blueprint(Reading(), vectors(4))
+
+
+class Sleepy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+class Uneven(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0][0] = Sleepy(32, 32)
+
+
+def test_measured_times_take_the_place_of_work_and_move_the_cut() -> None:
+    made = [
+        Blueprint(Uneven(), vectors(8), 8, (1, 8), 4, CPU_RATES, {}, measured_on=device)
+        for device in (None, torch.device("cpu"))
+    ]
+    by_cost, by_time = (each.cut(2).loads(4) for each in made)
+    assert by_cost[0].forward.seconds(CPU_RATES) < 0.005
+    assert 0.01 <= by_time[0].forward.seconds(CPU_RATES) < 0.1
+    assert by_time[0].backward.seconds(CPU_RATES) < 0.01
+    assert made[1].cut(2).plan.stage_names[0] != made[0].cut(2).plan.stage_names[0]
+    # What is kept in memory follows from the cut, not from the clock.
+    assert by_time[1].deferred > 0 and 0 < by_time[1].weight.seconds(CPU_RATES) < 0.01

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import cli
+from lightning_pipeline.planning import blueprint, searching
 from lightning_pipeline.planning.command import run_plan
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
+from lightning_pipeline.timing import measure
 
 SMALL = ["experiment=gpt", "device=h100", "devices=4", "data.num_characters=20000"]
 
@@ -94,6 +96,9 @@ def test_what_is_given_is_kept(
         (["devices=1"], "A pipeline needs at least 2 devices, got 1"),
         (["stages=7"], "got 7. The number comes from stages=7. Set stages=4 or stages=8"),
         (["memory=2.001GB"], "needs devices of 2.0"),
+        (["strategy.balance_by=time"], "on this machine, got device=h100"),
+        (["order=mine.txt"], "got order=mine.txt with schedule=auto. Set order=order.csv"),
+        (["order=mine.csv", "schedule=gpipe"], "with schedule=GPipe. Set order=order.csv"),
     ],
 )
 def test_refusals_name_the_cure(
@@ -189,3 +194,42 @@ def test_words_that_cannot_be_meant(
     code, _, err = run(capsys, monkeypatch, tmp_path, *SMALL, word)
     assert code == 2
     assert cure in err
+
+
+def test_an_order_is_searched_and_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(searching, "_GAIN", -1.0)
+    monkeypatch.setattr(searching.Prediction, "samples_per_second", property(_preferred))
+    words = ["stages=4", "microbatches=4", "activation_checkpointing=none", "order=mine.csv"]
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL, *words)
+    assert code == 0
+    assert get_schedule(str(tmp_path / "mine.csv")).sizes is not None
+    assert out.startswith("mine.csv: 4 stages") and "The order in mine.csv takes" in out
+    [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
+    assert "schedule=mine.csv" in line and "order=" not in line
+
+
+def _preferred(found: searching.Prediction) -> float:
+    """Its own speed, and more for what was searched."""
+    return (1 + (found.candidate.schedule.name == "mine.csv")) / found.seconds_per_sample
+
+
+def test_an_order_that_gains_nothing_is_not_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["stages=2", "microbatches=1", "order=mine.csv"]
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL, *words)
+    assert code == 0 and not (tmp_path / "mine.csv").exists()
+    assert "by 1 %: mine.csv is not written" in out
+
+
+def test_times_of_this_machine_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+    monkeypatch.setattr(blueprint, "measure", lambda *args: asked.append(args) or measure(*args))
+    words = ["experiment=gpt", "devices=2", "data.num_characters=20000", "schedule=gpipe"]
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *words, "strategy.balance_by=time")
+    assert code == 0 and len(asked) == 2
+    assert "strategy.balance_by=time" in out

@@ -15,6 +15,7 @@ from lightning_pipeline.planning.candidates import Bounds, Candidate, Dropped, c
 from lightning_pipeline.planning.devices import Device, Way, get_device
 from lightning_pipeline.planning.planner import Planner, gigabytes
 from lightning_pipeline.planning.prediction import Prediction
+from lightning_pipeline.planning.searching import searched
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 from lightning_pipeline.splitting import CUDA_RATES
 
@@ -42,7 +43,7 @@ def blueprint() -> Blueprint:
 
 @pytest.fixture
 def device() -> Device:
-    return replace(get_device("h100"), reserved=0.0, launch=0.0)
+    return replace(get_device("h100"), reserved=0.0, launch=0.0, action=0.0)
 
 
 def planner(blueprint: Blueprint, device: Device, limit: float = 1e12) -> Planner:
@@ -191,3 +192,41 @@ def test_recomputation_and_counts_are_named_where_they_help(
     text = plans.refusal(bounds, plans.search(bounds))
     assert "recomputation (activation_checkpointing=" in text
     assert "devices of 0.0" in text
+
+
+def test_an_order_of_its_own_beats_all_schedules_and_fits(
+    blueprint: Blueprint, device: Device
+) -> None:
+    far = replace(device, node=Way(1e15, 2e-6))
+    bounds = Bounds(4, ROWS, ranks=4, microbatches=8, recompute=["none"])
+    free = planner(blueprint, far).search(bounds)
+    for limit in (1e12, free.fitting[0].peak * 0.9):
+        outlook = planner(blueprint, far, limit).search(bounds)
+        found = searched(outlook, "mine.csv")
+        assert found is not None and found.candidate.schedule.name == "mine.csv"
+        assert found.seconds_per_sample < 0.99 * outlook.fitting[0].seconds_per_sample
+        assert found.peak <= limit
+        assert found.candidate.microbatches == 8
+        again = searched(outlook, "mine.csv")
+        assert again is not None and again.lists == found.lists
+
+
+def test_no_order_is_made_up_where_a_schedule_is_as_fast(
+    blueprint: Blueprint, device: Device
+) -> None:
+    bounds = Bounds(2, ROWS, ranks=2, microbatches=1, recompute=["none"])
+    assert searched(planner(blueprint, device).search(bounds)) is None
+    assert searched(planner(blueprint, device, 1.0).search(bounds)) is None
+
+
+def test_python_is_hidden_behind_the_work_of_a_gpu_and_added_on_a_cpu(
+    blueprint: Blueprint, device: Device
+) -> None:
+    plain = predict(blueprint, device, "GPipe").times[0]
+    longer = plain.forward * 2
+    gpu = predict(blueprint, replace(device, action=longer), "GPipe").times[0]
+    cpu = predict(blueprint, replace(device, action=longer, kind="cpu"), "GPipe").times[0]
+    assert gpu.forward == longer and cpu.forward == pytest.approx(plain.forward + longer)
+    assert cpu.of("B") == pytest.approx(plain.of("B") + longer)
+    split = predict(blueprint, replace(device, action=longer, kind="cpu"), "ZBH1").times[0]
+    assert split.of("B") == pytest.approx(plain.of("B") + 2 * longer)

@@ -1,5 +1,7 @@
 """PipelineTimeline on layers that sleep: its prediction, its cost, and the picture of its page.
 
+Beside it the prediction of the planner, which has seen no step but measured the layers one by one.
+
 python benchmarks/timeline.py
 """
 
@@ -20,8 +22,13 @@ from lightning_pipeline.bench.harness import Comparison, alternate, settle_proce
 from lightning_pipeline.bench.ranks import run_ranks
 from lightning_pipeline.bench.training import TrainerSteps, trainer_steps
 from lightning_pipeline.measured import MeasuredStep
+from lightning_pipeline.planning.blueprint import Blueprint
+from lightning_pipeline.planning.candidates import Candidate
+from lightning_pipeline.planning.devices import local_device
+from lightning_pipeline.planning.prediction import Prediction
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 from lightning_pipeline.simulate import StageTime
+from lightning_pipeline.splitting import CPU_RATES
 
 _ROWS, _WIDTH, _WARMUP = 4, 16, 2
 _DRAWN = "1F1B"
@@ -34,21 +41,39 @@ class Recording(PipelineTimeline):
         pass
 
 
+def model_of(name: str, args: argparse.Namespace) -> tuple[SleepingModel, int, list[str]]:
+    """A layer for each stage, their number, and the partition."""
+    num_stages = args.ranks * get_schedule(name).default_stages_per_rank
+    model = SleepingModel(num_stages, StageTime(*[args.milliseconds / 1e3] * 3), _WIDTH)
+    return model, num_stages, [f"net.{index}" for index in range(1, num_stages)]
+
+
+def batch_of(args: argparse.Namespace) -> torch.Tensor:
+    return torch.ones(_ROWS * args.microbatches, _WIDTH)
+
+
+def plan(name: str, args: argparse.Namespace) -> float:
+    """Seconds of a pass as the planner predicts them."""
+    settle_process()
+    model, num_stages, partition = model_of(name, args)
+    host, count, batch = torch.device("cpu"), args.microbatches, batch_of(args)
+    sizes = len(batch), (count, count), num_stages, CPU_RATES, {}
+    blueprint = Blueprint(model, batch, *sizes, partition=partition, measured_on=host)  # type: ignore[arg-type]
+    depth, device = num_stages // args.ranks, local_device(host)
+    candidate = Candidate(get_schedule(name), args.ranks, 1, depth, count, "none")
+    rates = device.rates(torch.float32)
+    return Prediction(candidate, blueprint.cut(num_stages), len(batch), device, rates).seconds
+
+
 def steps_of(
     name: str, args: argparse.Namespace, callback: PipelineTimeline | None
 ) -> TrainerSteps:
     """The steps of a Trainer whose stages sleep for as long each."""
-    seconds = StageTime(*[args.milliseconds / 1e3] * 3)
-    num_stages = args.ranks * get_schedule(name).default_stages_per_rank
-    strategy = {
-        "schedule": name,
-        "num_microbatches": args.microbatches,
-        "partition": [f"net.{index}" for index in range(1, num_stages)],
-    }
-    batch = torch.ones(_ROWS * args.microbatches, _WIDTH)
+    model, _, partition = model_of(name, args)
+    strategy = {"schedule": name, "num_microbatches": args.microbatches, "partition": partition}
     callbacks: Any = [callback] if callback is not None else []
-    model = SleepingModel(num_stages, seconds, _WIDTH)
-    return trainer_steps(model, [batch], ranks=args.ranks, strategy=strategy, callbacks=callbacks)
+    batches = [batch_of(args)]
+    return trainer_steps(model, batches, ranks=args.ranks, strategy=strategy, callbacks=callbacks)
 
 
 def predict(name: str, args: argparse.Namespace, folder: str) -> list[MeasuredStep]:
@@ -91,6 +116,7 @@ def main() -> None:
             print(f"| {name} | {found.ratio(name, 'without')} |")
         return
     for schedule in args.schedules:
+        planned = plan(schedule, args)
         with tempfile.TemporaryDirectory() as folder:
             steps = run_ranks(args.ranks, predict, schedule, args, folder, deadline=300)[0]
             if args.picture is not None and schedule == _DRAWN:
@@ -102,7 +128,8 @@ def main() -> None:
             for kind in ("measured", "predicted")
         )
         milliseconds = spread([1e3 * step.measured.makespan for step in steps])
-        cells = [schedule, f"{milliseconds.median:.1f}", str(ratio)]
+        ahead = spread([planned / step.measured.makespan for step in steps])
+        cells = [schedule, f"{milliseconds.median:.1f}", str(ratio), str(ahead)]
         cells += [f"{bubble.median:.1f} %", f"{ideal.median:.1f} %"]
         print("|", " | ".join(cells), "|", flush=True)
 

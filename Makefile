@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: help train test test-gpu lint clean
+.PHONY: help train test test-slow test-gpu lint clean
 
 help:
 	@echo "make train [ARGS='schedule=gpipe trainer.max_epochs=2']  train the default experiment"
-	@echo "make test  [ARGS='-k layout']                            run the tests"
+	@echo "make test  [ARGS='-k layout']                            run the quick tests"
+	@echo "make test-slow                                           run all the others"
 	@echo "make test-gpu                                            run those that need a GPU"
 	@echo "make lint                                                ruff and mypy"
 	@echo "make clean                                               remove what was built and run"
@@ -18,8 +19,12 @@ help:
 train: $(VENV)/.installed-examples
 	$(BIN)/lightning-pipeline train $(ARGS)
 
+# tests/conftest.py says which tests are quick; `--cases all` runs both kinds.
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cases quick $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cases rest $(ARGS)
 
 # One process: the tests that need a CUDA device, which `make test` skips where there is none.
 test-gpu: $(VENV)/.installed-test

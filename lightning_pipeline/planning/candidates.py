@@ -13,6 +13,7 @@ from lightning_pipeline.schedules import (
     Schedule,
     require_count,
 )
+from lightning_pipeline.wording import one_of, plural
 
 Recompute = Literal["none", "full", "except_last"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "except_last", "full")
@@ -160,12 +161,12 @@ def candidates(bounds: Bounds, num_pieces: int) -> Iterator[Candidate | Dropped]
 def _of_layout(
     bounds: Bounds, num_pieces: int, schedule: Schedule, ranks: int, depth: int
 ) -> Iterator[Candidate | Dropped]:
-    what = f"{schedule.name} with {ranks} x {depth} stages"
+    what = f"{schedule.name} with {ranks} x {plural(depth, 'stage')}"
     if ranks * depth > num_pieces:
-        yield Dropped(what, f"the model has {num_pieces} pieces", "pieces")
+        yield Dropped(what, f"the model has {plural(num_pieces, 'piece')}", "pieces")
         return
     if schedule.sizes is not None and ranks != schedule.sizes.ranks:
-        yield Dropped(what, f"it is for {schedule.sizes.ranks} ranks", "count")
+        yield Dropped(what, f"it is for {plural(schedule.sizes.ranks, 'rank')}", "count")
         return
     counts = bounds.counts(ranks)
     legal = [m for m in counts if schedule.allows_microbatches(m, ranks, depth)]
@@ -173,7 +174,7 @@ def _of_layout(
         most = max(counts, default=1)
         nearest = schedule.nearest_microbatches(most, ranks, depth)
         # A batch of fewer rows is filled up at run time, which wastes time: no plan for it.
-        yield Dropped(what, f"needs {' or '.join(map(str, nearest))} microbatches", "count")
+        yield Dropped(what, f"needs {one_of(nearest, 'microbatch', 'es')}", "count")
         return
     for microbatches in legal:
         for recompute in bounds.recompute:

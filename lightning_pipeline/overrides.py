@@ -42,8 +42,7 @@ def for_target(word: str) -> str:
     value = re.fullmatch("schedules?=(.*)", word, re.DOTALL)
     if value is None:
         return word
-    own = is_file(value[1]) and value[1][0] not in "'\"["
-    return f"schedules={_quoted(value[1]) if own else value[1]}"
+    return f"schedules={_quoted(value[1]) if is_file(value[1]) else value[1]}"
 
 
 def _quoted(text: str) -> str:

@@ -120,10 +120,13 @@ class Bounds:
         # With one stage on each rank it is the twin of a schedule that is there for that.
         return list(_STAGES_PER_RANK)
 
-    def counts(self, ranks: int) -> list[int]:
-        """Numbers of microbatches."""
+    def counts(self, ranks: int, schedule: Schedule | None = None) -> list[int]:
+        """Numbers of microbatches; that of a schedule's file need not divide the rows."""
         if self.microbatches != "auto":
             return [self.microbatches]
+        if schedule is not None and schedule.sizes is not None:
+            own = schedule.sizes.microbatches
+            return [own] if own <= self.rows // self.min_rows else []
         most = min(self.rows // self.min_rows, _MOST_PER_RANK * ranks)
         least = min(ranks // 2, most)
         return [m for m in range(least, most + 1) if self.rows % m == 0] or [most]
@@ -168,7 +171,7 @@ def _of_layout(
     if schedule.sizes is not None and ranks != schedule.sizes.ranks:
         yield Dropped(what, f"it is for {plural(schedule.sizes.ranks, 'rank')}", "count")
         return
-    counts = bounds.counts(ranks)
+    counts = bounds.counts(ranks, schedule)
     legal = [m for m in counts if schedule.allows_microbatches(m, ranks, depth)]
     if not legal:
         most = max(counts, default=1)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_pipeline.actions import action_lists
 from lightning_pipeline.mesh import MeshSizes
 from lightning_pipeline.names import cut_places, partition_names, stage_modules
 from lightning_pipeline.orders import Lists
@@ -114,13 +113,12 @@ def _names(group: Sequence[Prediction]) -> str:
     """The schedules of a line, those with one order of work beside each other."""
     known: list[tuple[Lists, list[str]]] = []
     for found in group:
-        schedule, ranks, _, depth, microbatches, _ = found.candidate
-        lists = action_lists(schedule, ranks, depth, microbatches)
-        names = next((names for order, names in known if order == lists), None)
+        name = found.candidate.schedule.name
+        names = next((names for order, names in known if order == found.lists), None)
         if names is None:
-            known.append((lists, [schedule.name]))
+            known.append((found.lists, [name]))
         else:
-            names.append(schedule.name)
+            names.append(name)
     return ", ".join(" = ".join(names) for _, names in known)
 
 

@@ -67,6 +67,10 @@ and a test compares the two. To see the orders, and with other sizes and times:
 
     lightning-pipeline draw schedule=1f1b ranks=4 microbatches=8
     lightning-pipeline draw output=schedules.html   # all of them, with sliders
+    lightning-pipeline draw schedule=orders.csv     # your own, a row of actions for each rank
+
+`message=0.2 transfer=0.1` gives messages a latency and a time on their link (bytes / bandwidth);
+`plan` and `train` take `schedule=orders.csv`, too.
 
 - **Bubble**: the share of the ranks' time in which they wait.
 - **In flight**: how many microbatches' activations the fullest rank holds, in those of its whole

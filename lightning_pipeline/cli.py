@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +30,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_pipeline.bench.ranks import RankFailed
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.layout import Layout, resolve_layout
+from lightning_pipeline.overrides import for_target, for_training
 from lightning_pipeline.planning.command import PLAN, run_plan
-from lightning_pipeline.schedules import AUTO, get_schedule
 from lightning_pipeline.sharded import consolidate
 
 CONF = "pkg://lightning_pipeline.conf"
@@ -53,6 +52,7 @@ lightning-pipeline COMMAND [OVERRIDE ...] [--multirun] [--cfg job] [--help]
 Examples:
   lightning-pipeline train
   lightning-pipeline train schedule=interleaved_zero_bubble devices=2 stages=4
+  lightning-pipeline train schedule=orders.csv
   lightning-pipeline train --multirun schedule=gpipe,1f1b,interleaved_1f1b
   lightning-pipeline train strategy=ddp
   lightning-pipeline plan experiment=gpt device=h100 devices=8 memory=80GB
@@ -90,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == CONSOLIDATE:
         return _consolidate(overrides)
     if command in (BENCH, DRAW):
-        # To Hydra `schedule=` is a choice among the files of conf/schedule, of which there is one.
-        overrides = [re.sub("^schedule=", "schedules=", word) for word in overrides]
-        with _arguments(overrides):
+        with _arguments([for_target(word) for word in overrides]):
             _run_target(command)
         return 0
     if command not in COMMANDS and command != PLAN:
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(command, _load(Path(overrides[1])))
         return 0
     try:
-        overrides = [_in_snake_case(word) for word in overrides]
+        overrides = [for_training(word) for word in overrides]
     except ValueError as error:
         refuse(error)
     # Hydra's parser takes no override after a flag that stands among them.
@@ -166,15 +164,6 @@ def _plan() -> None:
     job()
 
 
-def _in_snake_case(word: str) -> str:
-    """`schedule=Interleaved1F1B,gpipe` with the names of the configuration's files."""
-    key, equals, value = word.partition("=")
-    if key != "schedule" or not equals:
-        return word
-    names = (name if name == AUTO else get_schedule(name).snake for name in value.split(","))
-    return f"schedule={','.join(names)}"
-
-
 def _hydra_main(command: str) -> None:
     @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
     def job(cfg: DictConfig) -> Metrics:
@@ -206,10 +195,16 @@ def layout_of(cfg: DictConfig) -> Layout:
     )
 
 
+def _resolve_layout(name: str, *, _root_: DictConfig) -> Any:
+    try:
+        return getattr(layout_of(_root_), name)
+    except ValueError as error:
+        # Hydra would print a trace of this error, and another one of the interpolation.
+        refuse(error)
+
+
 # Lets files say ${layout:ranks}, so that `--cfg job --resolve` shows the numbers that a run uses.
-OmegaConf.register_new_resolver(
-    "layout", lambda name, *, _root_: getattr(layout_of(_root_), name), replace=True
-)
+OmegaConf.register_new_resolver("layout", _resolve_layout, replace=True)
 
 
 def settle(command: str, cfg: DictConfig) -> DictConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_pipeline.schedules import AUTO, Auto, Schedule, get_schedule, require_count
+from lightning_pipeline.wording import one_of, plural
 
 
 class Layout(NamedTuple):
@@ -78,9 +79,11 @@ def _refusal(schedule: Schedule, devices: int, stages: int, depth: int) -> str:
     """What to say when the stages can't be dealt out evenly, with the nearest numbers that can."""
     ranks, rest = divmod(stages, depth)
     if rest:
-        rule = f"{stages} stages are not a multiple of {depth}"
+        are = "is" if stages == 1 else "are"
+        rule = f"{plural(stages, 'stage')} {are} not a multiple of {depth}"
     elif ranks == 1:
-        rule = f"{stages} stages fill one rank, and a pipeline needs at least 2"
+        fill = "fills" if stages == 1 else "fill"
+        rule = f"{plural(stages, 'stage')} {fill} one rank, and a pipeline needs at least 2"
     else:
         rule = f"{stages} stages fill {ranks} ranks, which do not divide {devices} devices"
     cures = [f"stages={count}" for count in _nearest(_legal_stages(devices, depth), stages)]
@@ -132,8 +135,9 @@ def check_microbatches(
         return
     counts = schedule.nearest_microbatches(microbatches, ranks, depth)
     cures = " or ".join(f"microbatches={count}" for count in counts)
+    needed = one_of(counts, "microbatch", "es")
     raise ValueError(
-        f"{schedule.name} needs {' or '.join(map(str, counts))} microbatches, the nearest to the "
-        f"{microbatches} it got, for {ranks * depth} stages on {ranks} ranks. The number comes "
-        f"from microbatches={microbatches}. Set {cures} or microbatches=auto."
+        f"{schedule.name} needs {needed}, the nearest to the {microbatches} it got, for "
+        f"{plural(ranks * depth, 'stage')} on {plural(ranks, 'rank')}. The number comes from "
+        f"microbatches={microbatches}. Set {cures} or microbatches=auto."
     )

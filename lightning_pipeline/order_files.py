@@ -20,6 +20,7 @@ from lightning_pipeline.actions import Action
 from lightning_pipeline.orders import Lists
 from lightning_pipeline.schedules import Placement, Schedule, Sizes
 from lightning_pipeline.simulate import Deadlock, StageTime, simulate
+from lightning_pipeline.wording import plural
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
@@ -177,7 +178,8 @@ class _File:
         stage = max(wrong)
         first = next((f"{a} in {cell}" for a, cell in self._cells.items() if a.stage == stage), "")
         self._refuse(
-            f"{depth} stage(s) on each of its {ranks} ranks, dealt out in rounds or along a V",
+            f"{plural(depth, 'stage')} on each of its {plural(ranks, 'rank')}, dealt out in rounds "
+            "or along a V",
             first or f"no action of stage {stage}",
             f"write stage {stage} into row {wrong[stage] + 1}",
         )

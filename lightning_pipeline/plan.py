@@ -12,6 +12,7 @@ from lightning_pipeline.mesh import Mesh, MeshSizes
 from lightning_pipeline.names import common_prefix, condense_names
 from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.simulate import StageTime, Timeline, simulate
+from lightning_pipeline.wording import plural
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -96,9 +97,9 @@ class Plan:
     def summary(self) -> str:
         """The run in one line."""
         return (
-            f"{self.schedule}: {_plural(self.num_stages, 'stage')} on "
-            f"{_plural(self.ranks, 'rank')}, {_plural(self.replicas, 'replica')}, "
-            f"{_plural(self.microbatches, 'microbatch', 'es')} a step, "
+            f"{self.schedule}: {plural(self.num_stages, 'stage')} on "
+            f"{plural(self.ranks, 'rank')}, {plural(self.replicas, 'replica')}, "
+            f"{plural(self.microbatches, 'microbatch', 'es')} a step, "
             f"predicted bubble {100 * self.bubble:.1f} %"
         )
 
@@ -267,7 +268,3 @@ def _metric(number: int, unit: str = "") -> str:
         value /= 1000
         prefixes.pop(0)
     return f"{value:.3g} {prefixes[0]}{unit}".strip()
-
-
-def _plural(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count} {noun}" + ("" if count == 1 else ending)

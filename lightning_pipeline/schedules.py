@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lightning_pipeline import orders
+from lightning_pipeline.wording import plural
 
 Auto = Literal["auto"]
 AUTO = "auto"
@@ -99,9 +100,9 @@ class Schedule:
         require_count("stages_per_rank", value)
         low, high = self.min_stages_per_rank, self.max_stages_per_rank
         if value < low or (high is not None and value > high):
-            rule = f"exactly {low}" if low == high else f"at least {low}"
+            rule = f"{'exactly' if low == high else 'at least'} {plural(low, 'stage')}"
             raise ValueError(
-                f"{self.name} needs {rule} stage(s) on each rank, got {value}. The number comes "
+                f"{self.name} needs {rule} on each rank, got {value}. The number comes "
                 f"from stages_per_rank={value}. Set stages_per_rank={self.default_stages_per_rank}"
                 ' or stages_per_rank="auto".'
             )
@@ -191,18 +192,20 @@ class Schedule:
             return
         least = self.min_microbatches(ranks, v)
         if self.sizes is not None:
-            rule = f"the {self.sizes.microbatches} microbatches of its lists, got {microbatches}"
+            own = plural(self.sizes.microbatches, "microbatch", "es")
+            rule = f"the {own} of its lists, got {microbatches}"
         elif microbatches < least:
             rule = (
-                f"at least as many microbatches as stages, got {microbatches} for {least} stages. "
-                f"The stages come from pipeline_parallel_size={ranks} x stages_per_rank={v}"
+                f"at least as many microbatches as stages, got {microbatches} for "
+                f"{plural(least, 'stage')}. The stages come from pipeline_parallel_size={ranks} "
+                f"x stages_per_rank={v}"
             )
         else:
             rounds = _rounds(microbatches, ranks)
             rule = (
-                f"microbatches that fill whole rounds, got {microbatches} for {rounds} rounds. "
-                f"The rounds come from num_microbatches={microbatches} // "
-                f"pipeline_parallel_size={ranks}"
+                f"microbatches that fill whole rounds, got {microbatches} for "
+                f"{plural(rounds, 'round')}. The rounds come from "
+                f"num_microbatches={microbatches} // pipeline_parallel_size={ranks}"
             )
         cure = " or ".join(
             f"num_microbatches={k}" for k in self.nearest_microbatches(microbatches, ranks, v)
@@ -217,8 +220,9 @@ class Schedule:
         """
         if self.sizes is not None and ranks != self.sizes.ranks:
             raise ValueError(
-                f"{self.name} needs a rank for each of its {self.sizes.ranks} rows, got {ranks} "
-                f"ranks. They come from the devices and pipeline_parallel_size={ranks}. Set "
+                f"{self.name} needs a rank for each of its {plural(self.sizes.ranks, 'row')}, got "
+                f"{plural(ranks, 'rank')}. They come from the devices and "
+                f"pipeline_parallel_size={ranks}. Set "
                 f"pipeline_parallel_size={self.sizes.ranks}, or "
                 f"stages={self.sizes.ranks * self.default_stages_per_rank} on the command line."
             )
@@ -341,7 +345,7 @@ def get_schedule(name: str) -> Schedule:
         ValueError: If there is no such schedule; names the nearest one. If a file's lists can't
             be run; names the action, the row and the column.
     """
-    if str(name).lower().endswith(".csv"):
+    if is_file(name):
         from lightning_pipeline.order_files import read_schedule
 
         return read_schedule(name)
@@ -354,6 +358,11 @@ def get_schedule(name: str) -> Schedule:
         f"The schedule must be one of {valid} or a .csv file, got {name!r}. The name comes from "
         f"schedule={name!r}. Set schedule={_BY_NAME[close[0]].name!r}."
     )
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is the path of a schedule's own file."""
+    return str(name).lower().endswith(".csv")
 
 
 def require_count(name: str, value: object) -> None:

@@ -161,8 +161,8 @@ def actions(
     }
     settings = dict(width=width, ranks=ranks, rounds=rounds)
     report = Report("actions", "Time of a step of tiny stages.", settings, columns)
-    for name in schedules:
-        args = name, list(microbatches), width, ranks, rounds, warmup
+    for schedule in [get_schedule(name) for name in schedules]:
+        args = schedule.name, list(microbatches), width, ranks, rounds, warmup
         for row in run_ranks(ranks, _actions_on_rank, *args, deadline=570)[0]:
             report.add(**row)
     return report
@@ -257,7 +257,7 @@ def memory(
     report = Report(
         "memory", "Peak of resident memory in a step over that between steps.", settings, columns
     )
-    for name in schedules:
+    for name in [get_schedule(name).name for name in schedules]:
         fewest: list[float] = []
         for m in microbatches:
             args = name, m, ranks, num_layers, width, rows

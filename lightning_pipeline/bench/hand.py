@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_pipeline.actions import action_lists
 from lightning_pipeline.bench.by_hand import HandSteps
 from lightning_pipeline.bench.harness import Spread, alternate, settle_process
-from lightning_pipeline.bench.models import MODELS, Model, cuts
+from lightning_pipeline.bench.models import MODELS, Model, cuts, get_model
 from lightning_pipeline.bench.ranks import run_ranks
 from lightning_pipeline.bench.report import Report
 from lightning_pipeline.bench.stage_times import StageTimes
@@ -104,7 +104,12 @@ def measure(
 
     Returns:
         A row for each model and way.
+
+    Raises:
+        ValueError: If there is no such model or way.
     """
+    for name in models:
+        get_model(name)
     chosen = [way(text) for text in ways]
     chosen = chosen if way(BASE) in chosen else [way(BASE), *chosen]
     settings = dict(ranks=ranks, blocks=blocks, rows=rows, microbatches=microbatches, sizes=sizes)
@@ -124,7 +129,7 @@ class _Case:
         self.name, self.ranks, self.microbatches = name, ranks, microbatches
         sizes = dict(sizes)
         self.blocks, self.rows = sizes.pop("blocks"), sizes.pop("rows")
-        self.model: Model = MODELS[name](**sizes)
+        self.model: Model = get_model(name)(**sizes)
 
     def rows_of(self, ways: list[Way], rounds: int, warmup: int) -> list[dict[str, Any]]:
         found = run_ranks(self.ranks, self.measure_on_rank, ways, rounds, warmup, deadline=570)[0]

@@ -80,12 +80,12 @@ def measure(
     sizes = dict(rounds=rounds, warmup=warmup, steps=steps)
     settings = {**sizes, "by_hand": by_hand}
     report = Report("limit", "Step time over the critical path.", settings, COLUMNS)
-    chosen = [s.name for s in SCHEDULES] if schedules is None else schedules
+    chosen = SCHEDULES if schedules is None else [get_schedule(name) for name in schedules]
     for num_ranks in ranks:
-        for name in chosen:
+        for schedule in chosen:
             for count in microbatches:
                 for each in milliseconds:
-                    case = _Case(get_schedule(name), num_ranks, count, each / 1e3)
+                    case = _Case(schedule, num_ranks, count, each / 1e3)
                     report.add(**case.row(by_hand, sizes))
     return report
 

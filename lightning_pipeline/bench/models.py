@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,24 @@ def gpt(width: int = 192, length: int = 64) -> Model:
 
 
 MODELS: dict[str, Callable[..., Model]] = {"mlp": mlp, "conv": conv, "gpt": gpt}
+
+
+def get_model(name: str) -> Callable[..., Model]:
+    """Returns what makes a model of given sizes.
+
+    Args:
+        name: A name of `MODELS`.
+
+    Raises:
+        ValueError: If there is no such model; names the nearest one.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    close = difflib.get_close_matches(str(name).lower(), MODELS, n=1, cutoff=0.0)
+    raise ValueError(
+        f"The model must be one of {', '.join(MODELS)}, got {name!r}. The name comes from models. "
+        f"Set models=[{close[0]}]."
+    )
 
 
 def cuts(num_blocks: int, num_stages: int) -> list[int]:

@@ -60,8 +60,9 @@ def measure(
     settings: dict[str, Any] = dict(ranks=ranks, replicas=replicas, microbatches=microbatches)
     settings |= dict(milliseconds=milliseconds, width=width, rounds=rounds)
     report = Report("overlap", "Exchange of gradients that a step waits for.", settings, COLUMNS)
-    for name in schedules:
-        args = name, ranks, replicas, microbatches, milliseconds / 1e3, width, rounds, warmup
+    for schedule in [get_schedule(name) for name in schedules]:
+        sizes = ranks, replicas, microbatches, milliseconds / 1e3, width
+        args = schedule.name, *sizes, rounds, warmup
         report.add(**run_ranks(ranks * replicas, _measure_on_rank, *args, deadline=300)[0])
     return report
 

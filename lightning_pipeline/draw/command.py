@@ -23,8 +23,10 @@ from lightning_pipeline.schedules import (
     require_count,
 )
 from lightning_pipeline.simulate import StageTime
+from lightning_pipeline.wording import one_of
 
 FORMATS = ("text", "svg", "png", "html")
+_RANKS, _MICROBATCHES = 4, 8
 Steps = dict[Schedule, Step]
 
 
@@ -33,11 +35,12 @@ def draw(
     ranks: int | Auto = "auto",
     stages: int | None = None,
     stages_per_rank: int | Auto = "auto",
-    microbatches: int | Auto = 8,
+    microbatches: int | Auto | None = None,
     forward: float = 1.0,
     backward_input: float = 1.0,
     backward_weight: float = 1.0,
     message: float = 0.0,
+    transfer: float = 0.0,
     format: str | Auto = "auto",
     output: str | None = None,
 ) -> None:
@@ -48,12 +51,13 @@ def draw(
         ranks: Number of ranks in one pipeline; ``"auto"`` is 4, or that of a schedule's file.
         stages: Number of stages in one pipeline, from which the ranks then follow.
         stages_per_rank: Number of stages on each rank; ``"auto"`` is the schedule's default.
-        microbatches: Number of microbatches in a step; ``"auto"`` is four a rank, or that of
-            a schedule's file.
+        microbatches: Number of microbatches in a step; ``None`` is 8 and ``"auto"`` four a rank, or
+            either that of a schedule's file.
         forward: Time of a microbatch's forward on the whole part of one rank, in any unit.
         backward_input: Time of its gradients of inputs.
         backward_weight: Time of its gradients of weights.
-        message: Time that a message to another rank takes.
+        message: Latency of a message to another rank.
+        transfer: Time that a message occupies its link: its bytes over the bandwidth.
         format: One of ``FORMATS``; ``"auto"`` is the ending of ``output``, or else ``"text"``.
         output: The file to write; ``None`` prints, a PNG excepted.
 
@@ -76,7 +80,7 @@ def draw(
         count, m = _sizes(entry, ranks, stages, v, microbatches)
         if format != "html":  # a page says itself what can't run
             check_microbatches(entry, count, v, m)
-        steps[entry] = Step(count, m, time, message, stages_per_rank)
+        steps[entry] = Step(count, m, time, message, transfer, stages_per_rank)
     content = _content(format, steps)
     if output is not None:
         path = Path(output)
@@ -107,15 +111,21 @@ def _format(format: str, output: str | None) -> str:
 
 
 def _sizes(
-    schedule: Schedule, ranks: int | Auto, stages: int | None, v: int, microbatches: int | Auto
+    schedule: Schedule,
+    ranks: int | Auto,
+    stages: int | None,
+    v: int,
+    microbatches: int | Auto | None,
 ) -> tuple[int, int]:
     """Numbers of ranks and of microbatches."""
-    default = schedule.sizes or Sizes(4, 0)
+    default = schedule.sizes or Sizes(_RANKS, 0)
     count = default.ranks if ranks == "auto" else ranks
     if stages is not None:
         count = _ranks(schedule, stages, v)
     require_count("ranks", count)
     schedule.check_ranks(count)
+    if microbatches is None:
+        microbatches = default.microbatches or _MICROBATCHES
     if microbatches == "auto":
         microbatches = default.microbatches or MICROBATCHES_PER_RANK * count
     return count, microbatches
@@ -137,16 +147,20 @@ def _content(format: str, steps: Steps) -> str | bytes:
     if format == "html":
         if any(other != step for other in others):
             counts = sorted({each.ranks for each in steps.values()})
+            sizes = sorted({each.microbatches for each in steps.values()})
             raise ValueError(
-                f"A page needs one number of ranks for all schedules, got {counts}. They come from "
-                f"stages over the stages on a rank. Set ranks={step.ranks} and stages=null."
+                f"A page needs one number of ranks and of microbatches for all schedules, got "
+                f"{counts} and {sizes}. They come from stages over the stages on a rank, and from "
+                f"schedules in files. Set stages=null, ranks={step.ranks} and "
+                f"microbatches={step.microbatches}."
             )
         return draw_page(list(steps), step)
     timelines = {entry.name: each.timeline(entry) for entry, each in steps.items()}
     if format == "text":
         return draw_texts(timelines, _columns())
-    sizes = " or ".join(map(str, sorted({each.ranks for each in steps.values()})))
-    title = f"One step of the same model: {sizes} ranks, {step.microbatches} microbatches"
+    ranks = one_of(sorted({each.ranks for each in steps.values()}), "rank")
+    counts = sorted({each.microbatches for each in steps.values()})
+    title = f"One step of the same model: {ranks}, {one_of(counts, 'microbatch', 'es')}"
     return draw_png(timelines, title) if format == "png" else draw_svg(timelines, title)
 
 

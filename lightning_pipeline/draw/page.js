@@ -52,26 +52,37 @@ function needs({ stage, op, microbatch }, numStages) {
   return stage === numStages - 1 ? [own] : [own, [stage + 1, "B", microbatch]];
 }
 
-/** When every action runs. `time` and `message` are as in `Step` of steps.py. */
-function simulate(lists, time, message) {
+/** When every action runs. `time`, `message` and `transfer` are as in `Step` of steps.py. */
+function simulate(lists, time, message, transfer) {
   const rankOf = [];
   lists.forEach((row, rank) => row.forEach((action) => { rankOf[action.stage] = rank; }));
   const stagesPerRank = rankOf.length / lists.length;
   const [forward, input, weight] = time.map((part) => part / stagesPerRank);
   const seconds = { F: forward, B: input + weight, I: input, W: weight };
   const made = new Map();
+  const free = new Map(); // when a direction of a pair of ranks has passed its last message
   const rows = lists.map(() => []);
 
+  /** When the neighbouring stage has what an action made; called in each rank's order. */
+  const arrival = ({ stage, op }, rank, end) => {
+    const receiver = rankOf[op === "F" ? stage + 1 : stage - 1] ?? rank;
+    if (op === "W" || receiver === rank) return end;
+    const way = `${rank},${receiver}`;
+    const sent = Math.max(end, free.get(way) ?? 0) + transfer;
+    free.set(way, sent);
+    return sent + message;
+  };
   const spanOf = (action, rank) => {
     const sources = needs(action, rankOf.length).map((value) => made.get(value.join()));
     if (sources.includes(undefined)) return null;
-    const free = rows[rank].at(-1)?.end ?? 0;
+    const idle = rows[rank].at(-1)?.end ?? 0;
     const waits = sources.map((source) => {
-      const late = source.rank === rank ? 0 : message;
-      return { source, arrival: source.end + late };
+      const there = source.stage === action.stage ? source.end : source.arrival;
+      return { source, arrival: there };
     });
-    const start = Math.max(free, ...waits.map((wait) => wait.arrival));
-    return { ...action, rank, free, start, end: start + seconds[action.op], waits };
+    const start = Math.max(idle, ...waits.map((wait) => wait.arrival));
+    const end = start + seconds[action.op];
+    return { ...action, rank, free: idle, start, end, arrival: arrival(action, rank, end), waits };
   };
   for (let moved = true; moved;) {
     moved = false;
@@ -111,6 +122,7 @@ function figures(rows) {
 const ROW = 16, PITCH = 18, HEAD = 15, LEFT = 20, RIGHT = 34;
 const number = (value, digits = 2) => String(Number(value.toFixed(digits)));
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const plural = (count, noun, ending = "s") => `${count} ${noun}${count === 1 ? "" : ending}`;
 const nameOf = ({ stage, op, microbatch }) => `${stage}${op}${microbatch}`;
 
 function make(tag, attributes = {}, ...children) {
@@ -124,7 +136,7 @@ function make(tag, attributes = {}, ...children) {
 function card(entry) {
   const stages = entry.stages[0][0].length;
   const placed = entry.placement === "v" ? ", as a V" : "";
-  const note = `${stages} ${stages === 1 ? "stage" : "stages"} a rank${placed}`;
+  const note = `${plural(stages, "stage")} a rank${placed}`;
   const body = make("div");
   const element = make("article", { class: "card" },
     make("div", { class: "heading" }, make("h2", {}, entry.name), make("span", {}, note)), body);
@@ -189,7 +201,8 @@ function refuse(view) {
     fits.find((m) => m > state.microbatches)].filter((m) => m !== undefined);
   const cure = near.length ? `; it runs with ${near.join(" or ")}` : "";
   view.body.replaceChildren(make("p", {},
-    `Not with ${state.microbatches} microbatches on ${state.ranks} ranks${cure}.`));
+    `Not with ${plural(state.microbatches, "microbatch", "es")} on ` +
+    `${plural(state.ranks, "rank")}${cure}.`));
 }
 
 /** Computes and draws everything. */
@@ -198,7 +211,7 @@ function render() {
   const time = [state.forward, state.backwardInput, state.backwardWeight];
   views.forEach((view, schedule) => {
     const lists = actionLists(orders, schedule, state.ranks, state.microbatches);
-    view.rows = lists && simulate(lists, time, state.message);
+    view.rows = lists && simulate(lists, time, state.message, state.transfer);
     view.figures = view.rows && figures(view.rows);
     view.at = null;
   });
@@ -344,7 +357,8 @@ function start() {
     duration("forward", "Time of a forward (F)", unit),
     duration("backwardInput", "Time of input gradients (I)", unit),
     duration("backwardWeight", "Time of weight gradients (W)", unit),
-    duration("message", "Time of a message", unit),
+    duration("message", "Latency of a message", unit),
+    duration("transfer", "Bytes of a message / bandwidth", unit),
   );
   document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
   const swatch = (kind) => make("span", { class: `swatch ${kind}` });

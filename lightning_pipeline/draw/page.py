@@ -61,6 +61,7 @@ def draw_page(
             "backwardInput": step.time.backward_input,
             "backwardWeight": step.time.backward_weight,
             "message": step.message,
+            "transfer": step.transfer,
         },
     }
     colours = "\n".join(

@@ -68,7 +68,8 @@ def draw_png(timelines: Mapping[str, Timeline], title: str) -> bytes:
 
 def _block(axis: Axes, name: str, timeline: Timeline, points: float) -> None:
     """One schedule: a heading with its key figures, and one row for each rank."""
-    kept = f"activations of up to {max(peaks_of(timeline)):g} microbatches"
+    peak = max(peaks_of(timeline))
+    kept = f"activations of up to {peak:g} {'microbatch' if peak == 1 else 'microbatches'}"
     style: dict[str, Any] = {"fontsize": 9, "color": _INK}
     axis.set_title(name, loc="left", weight="bold", **style)
     axis.set_title(f"{kept}, bubble {100 * timeline.bubble:.1f} %", loc="right", **style)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pipeline.actions import action_lists
 from lightning_pipeline.schedules import Auto, Schedule
-from lightning_pipeline.simulate import StageTime, Timeline, simulate
+from lightning_pipeline.simulate import Link, StageTime, Timeline, simulate
 
 # The kinds of work differ in lightness as well as in hue, so that they stay apart in print and for
 # readers who don't see the hues. The second colour is that of the later stages of a rank.
@@ -35,7 +35,9 @@ class Step:
         microbatches: Number of microbatches in a step.
         time: How long a microbatch takes on the whole part of one rank, in any unit; the stages of
             the rank share it equally, so that the model is the same under every schedule.
-        message: Time between the end of an action and its result's arrival on another rank.
+        message: Latency: time that a message is on its way to another rank, whatever its size.
+        transfer: Time that a message occupies its direction of the link between its two ranks: its
+            bytes over the bandwidth. The next one waits for that; all are of one size.
         stages_per_rank: Number of stages on each rank; ``"auto"`` is the schedule's default.
     """
 
@@ -43,11 +45,13 @@ class Step:
     microbatches: int = 8
     time: StageTime = _EQUAL
     message: float = 0.0
+    transfer: float = 0.0
     stages_per_rank: int | Auto = "auto"
 
     def __post_init__(self) -> None:
-        names = ("forward", "backward_input", "backward_weight")
-        for name, value in (*zip(names, self.time, strict=False), ("message", self.message)):
+        names = ("forward", "backward_input", "backward_weight", "message", "transfer")
+        times = (*self.time[:3], self.message, self.transfer)
+        for name, value in zip(names, times, strict=True):
             _require_time(name, value)
         if self.time.forward == 0:
             raise ValueError(
@@ -67,7 +71,9 @@ class Step:
         v = schedule.resolve_stages_per_rank(self.stages_per_rank)
         lists = action_lists(schedule, self.ranks, v, self.microbatches)
         share = StageTime(*(part / v for part in self.time))
-        return simulate(lists, [share] * (self.ranks * v), self.message)
+        num_stages = self.ranks * v
+        link = Link(self.message, 1.0, [self.transfer] * (num_stages - 1))
+        return simulate(lists, [share] * num_stages, link)
 
 
 def _require_time(name: str, value: object) -> None:

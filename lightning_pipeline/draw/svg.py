@@ -12,6 +12,7 @@ from html import escape
 
 from lightning_pipeline.draw.steps import COLOURS, LEGEND, peaks_of, stages_of
 from lightning_pipeline.simulate import Timeline
+from lightning_pipeline.wording import plural
 
 _WIDTH, _MARGIN, _LABEL = 900, 20, 16
 _DIGIT = 5.3  # width of one in a cell
@@ -77,11 +78,11 @@ def _block(name: str, timeline: Timeline, top: float, scale: float) -> Iterator[
     """One schedule: a heading with its key figures, and one row for each rank."""
     stages, kept = stages_of(timeline), max(peaks_of(timeline))
     left, right = _MARGIN + _LABEL, _WIDTH - _MARGIN
-    plural = "" if len(stages[0]) == 1 else "s"
+    microbatches = "microbatch" if kept == 1 else "microbatches"
     yield (
         f'<text x="{left}" y="{top + 13}"><tspan class="name">{escape(name)}</tspan>'
-        f'<tspan class="note" dx="10">{len(stages[0])} stage{plural} a rank, activations of '
-        f"up to {_number(kept)} microbatches</tspan></text>"
+        f'<tspan class="note" dx="10">{plural(len(stages[0]), "stage")} a rank, activations '
+        f"of up to {_number(kept)} {microbatches}</tspan></text>"
     )
     yield _text("name end", right - 42, top + 13, f"{100 * timeline.bubble:.1f} %")
     yield _text("note end", right, top + 13, "bubble")

@@ -13,6 +13,7 @@ from lightning_pipeline.schedules import (
     Schedule,
     require_count,
 )
+from lightning_pipeline.wording import one_of, plural
 
 Recompute = Literal["none", "full", "except_last"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "except_last", "full")
@@ -119,10 +120,13 @@ class Bounds:
         # With one stage on each rank it is the twin of a schedule that is there for that.
         return list(_STAGES_PER_RANK)
 
-    def counts(self, ranks: int) -> list[int]:
-        """Numbers of microbatches."""
+    def counts(self, ranks: int, schedule: Schedule | None = None) -> list[int]:
+        """Numbers of microbatches; that of a schedule's file need not divide the rows."""
         if self.microbatches != "auto":
             return [self.microbatches]
+        if schedule is not None and schedule.sizes is not None:
+            own = schedule.sizes.microbatches
+            return [own] if own <= self.rows // self.min_rows else []
         most = min(self.rows // self.min_rows, _MOST_PER_RANK * ranks)
         least = min(ranks // 2, most)
         return [m for m in range(least, most + 1) if self.rows % m == 0] or [most]
@@ -160,20 +164,20 @@ def candidates(bounds: Bounds, num_pieces: int) -> Iterator[Candidate | Dropped]
 def _of_layout(
     bounds: Bounds, num_pieces: int, schedule: Schedule, ranks: int, depth: int
 ) -> Iterator[Candidate | Dropped]:
-    what = f"{schedule.name} with {ranks} x {depth} stages"
+    what = f"{schedule.name} with {ranks} x {plural(depth, 'stage')}"
     if ranks * depth > num_pieces:
-        yield Dropped(what, f"the model has {num_pieces} pieces", "pieces")
+        yield Dropped(what, f"the model has {plural(num_pieces, 'piece')}", "pieces")
         return
     if schedule.sizes is not None and ranks != schedule.sizes.ranks:
-        yield Dropped(what, f"it is for {schedule.sizes.ranks} ranks", "count")
+        yield Dropped(what, f"it is for {plural(schedule.sizes.ranks, 'rank')}", "count")
         return
-    counts = bounds.counts(ranks)
+    counts = bounds.counts(ranks, schedule)
     legal = [m for m in counts if schedule.allows_microbatches(m, ranks, depth)]
     if not legal:
         most = max(counts, default=1)
         nearest = schedule.nearest_microbatches(most, ranks, depth)
         # A batch of fewer rows is filled up at run time, which wastes time: no plan for it.
-        yield Dropped(what, f"needs {' or '.join(map(str, nearest))} microbatches", "count")
+        yield Dropped(what, f"needs {one_of(nearest, 'microbatch', 'es')}", "count")
         return
     for microbatches in legal:
         for recompute in bounds.recompute:

@@ -22,7 +22,7 @@ from lightning_pipeline.planning.blueprint import Blueprint
 from lightning_pipeline.planning.candidates import Bounds
 from lightning_pipeline.planning.devices import local_device, product_dtype
 from lightning_pipeline.planning.optimizers import state_bytes
-from lightning_pipeline.planning.planner import Planner, describe
+from lightning_pipeline.planning.planner import Planner, describe, seconds_or_ms
 from lightning_pipeline.planning.searching import searched
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting import state_items
@@ -134,9 +134,9 @@ def _choice(
     best = searched(outlook) or outlook.fitting[0]
     found = best.candidate
     note = (
-        f"schedule='auto' has chosen {describe(found)}: predicted to be the fastest of "
-        f"{outlook.num_fitting} ways that fit"
+        f"schedule='auto' has chosen {describe(found)}: predicted to be the fastest of the "
+        f"ways that fit ({outlook.num_fitting})"
         f"{' and the orders searched for them' if best not in outlook.fitting else ''}, "
-        f"{1e3 * best.seconds:.3g} ms of computing and messages a step on {here.name}"
+        f"{seconds_or_ms(best.seconds)} of computing and messages a step on {here.name}"
     )
     return found.schedule, found.stages_per_rank, found.microbatches, note

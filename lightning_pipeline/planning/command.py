@@ -46,6 +46,7 @@ from lightning_pipeline.recipes import Recipes
 from lightning_pipeline.refusals import one_optimizer
 from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
 from lightning_pipeline.splitting import UNPLACED, Rates, release, state_items
+from lightning_pipeline.wording import plural
 
 PLAN = "plan"
 _OF_PLANNING = ("device", "memory", "top", "json", "order")
@@ -90,7 +91,9 @@ def run_plan(cfg: DictConfig, build: Build) -> None:
     print(memory_table(best))
     command = [*_given(), overrides_of(best, cfg.trainer.num_nodes)]
     print(f"\nlightning-pipeline train {' '.join(command)}\n")
-    print(f"{outlook.num_fitting} layouts fit; the best of each kind, the fastest first:")
+    fitting = plural(outlook.num_fitting, "layout")
+    fit = "fits" if outlook.num_fitting == 1 else "fit"
+    print(f"{fitting} {fit}; the best of each kind, the fastest first:")
     print(ranking(outlook, cfg.top))
     for line in reasons(outlook):
         print(f"- {line}")

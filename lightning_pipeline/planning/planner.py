@@ -19,6 +19,7 @@ from lightning_pipeline.planning.candidates import (
 from lightning_pipeline.planning.devices import Device
 from lightning_pipeline.planning.prediction import Prediction
 from lightning_pipeline.splitting import Rates
+from lightning_pipeline.wording import plain, plural
 
 _ALIKE = 1e-6
 """Relative difference of the samples per second of two plans that count as equally fast."""
@@ -86,7 +87,7 @@ class Planner:
         try:
             drawing = self._blueprint.cut(candidate.num_stages)
         except PipelineError as error:
-            return Dropped(f"{candidate.num_stages} stages", str(error), "pieces")
+            return Dropped(plural(candidate.num_stages, "stage"), str(error), "pieces")
         return Prediction(candidate, drawing, bounds.rows, self._device, self._rates)
 
     def refusal(self, bounds: Bounds, outlook: Outlook) -> str:
@@ -144,7 +145,7 @@ class Planner:
             wider = replace(bounds, devices=count, ranks=count)
             wider = replace(wider, schedules=[smallest.candidate.schedule])
             if fits(replace(wider, stages_per_rank=depth)) is not None:
-                yield f"{count} ranks of {gigabytes(self._limit)} (devices={count})"
+                yield f"{plural(count, 'rank')} of {gigabytes(self._limit)} (devices={count})"
                 return
 
 
@@ -181,13 +182,44 @@ def best_of_each(found: Sequence[Prediction]) -> list[Prediction]:
     return list(best.values())
 
 
+def twins(found: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Puts predictions together that differ in nothing but the name of the schedule.
+
+    With few microbatches several schedules have one order of work: VHalf and VMin repeat a block
+    that is there once, and ZBH2 has no further forward to do ahead of ZBH1's. Where all is
+    recomputed no weight gradient is left to be put off.
+
+    Args:
+        found: Predictions, the fastest first.
+
+    Returns:
+        Groups in the order of their first member.
+    """
+    groups: list[list[Prediction]] = []
+    for prediction in found:
+        group = next((each for each in groups if _are_alike(each[0], prediction)), None)
+        if group is None:
+            groups.append([prediction])
+        else:
+            group.append(prediction)
+    return groups
+
+
+def _are_alike(one: Prediction, other: Prediction) -> bool:
+    return (
+        one.candidate[1:] == other.candidate[1:]
+        and math.isclose(one.seconds, other.seconds)
+        and math.isclose(one.peak, other.peak)
+    )
+
+
 def describe(candidate: Candidate) -> str:
     """A candidate in a few words."""
     schedule, ranks, replicas, depth, microbatches, recompute = candidate
     again = "" if recompute == "none" else f", recomputing {recompute.replace('_', ' ')}"
     return (
-        f"{schedule.name} on {ranks} ranks x {replicas} replicas, {depth} stages a rank, "
-        f"{microbatches} microbatches{again}"
+        f"{schedule.name} on {plural(ranks, 'rank')} x {plural(replicas, 'replica')}, "
+        f"{plural(depth, 'stage')} a rank, {plural(microbatches, 'microbatch', 'es')}{again}"
     )
 
 
@@ -203,3 +235,12 @@ def gigabytes(size: float, up: bool = False) -> str:
     if up:
         value = math.ceil(value * 10**digits) / 10**digits
     return f"{value:.{digits}f} GB"
+
+
+def seconds_or_ms(value: float) -> str:
+    """A duration in three digits.
+
+    Args:
+        value: Seconds.
+    """
+    return f"{plain(value, 3)} s" if value >= 1 else f"{plain(1e3 * value, 3)} ms"

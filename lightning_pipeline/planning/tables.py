@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_pipeline.mesh import MeshSizes
 from lightning_pipeline.names import cut_places, partition_names, stage_modules
+from lightning_pipeline.orders import Lists
 from lightning_pipeline.plan import Plan, make_plan
 from lightning_pipeline.planning.blueprint import Drawing
 from lightning_pipeline.planning.candidates import Dropped
-from lightning_pipeline.planning.planner import Outlook, best_of_each, describe, gigabytes
+from lightning_pipeline.planning.planner import (
+    Outlook,
+    best_of_each,
+    describe,
+    gigabytes,
+    seconds_or_ms,
+    twins,
+)
 from lightning_pipeline.planning.prediction import Prediction
+from lightning_pipeline.wording import plain, plural
 
 _COLUMNS = (
     "schedule",
@@ -28,6 +38,8 @@ _COLUMNS = (
 )
 _SHOWN = 3
 """Dropped layouts that a line names."""
+
+_OF_ONE_LINE = "- A = B: the same order of work; A, B: other orders, the same step and memory"
 
 _KINDS = {
     "count": "illegal count",
@@ -68,7 +80,7 @@ def overrides_of(found: Prediction, num_nodes: int = 1) -> str:
     """
     schedule, ranks, replicas, depth, microbatches, recompute = found.candidate
     words = [
-        f"schedule={schedule.snake}",
+        shlex.quote(f"schedule={schedule.snake}"),
         f"devices={ranks * replicas // num_nodes}",
         f"stages={ranks * depth}",
         f"microbatches={microbatches}",
@@ -81,8 +93,9 @@ def overrides_of(found: Prediction, num_nodes: int = 1) -> str:
 
 
 def ranking(outlook: Outlook, most: int) -> str:
-    """The table of what fits, the fastest first."""
-    rows = [_COLUMNS, *map(_row, best_of_each(outlook.fitting)[:most])]
+    """The table of what fits, the fastest first; schedules that come to the same share a line."""
+    groups = twins(best_of_each(outlook.fitting))[:most]
+    rows = [_COLUMNS, *map(_row, groups)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -91,27 +104,39 @@ def ranking(outlook: Outlook, most: int) -> str:
             for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
+    if any(len(group) > 1 for group in groups):
+        lines.append(_OF_ONE_LINE)
     return "\n".join(lines)
 
 
-def _row(found: Prediction) -> tuple[str, ...]:
-    schedule, ranks, replicas, depth, microbatches, recompute = found.candidate
+def _names(group: Sequence[Prediction]) -> str:
+    """The schedules of a line, those with one order of work beside each other."""
+    known: list[tuple[Lists, list[str]]] = []
+    for found in group:
+        name = found.candidate.schedule.name
+        names = next((names for order, names in known if order == found.lists), None)
+        if names is None:
+            known.append((found.lists, [name]))
+        else:
+            names.append(name)
+    return ", ".join(" = ".join(names) for _, names in known)
+
+
+def _row(group: Sequence[Prediction]) -> tuple[str, ...]:
+    found = group[0]
+    _, ranks, replicas, depth, microbatches, recompute = found.candidate
     return (
-        schedule.name,
+        _names(group),
         str(ranks),
         str(replicas),
         str(depth),
         str(microbatches),
         recompute.replace("_", " "),
-        _seconds(found.seconds),
+        seconds_or_ms(found.seconds),
         f"{100 * found.timeline.bubble:.1f} %",
         gigabytes(found.peak),
-        f"{found.samples_per_second:.4g}",
+        plain(found.samples_per_second, 4),
     )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def memory_table(found: Prediction) -> str:
@@ -134,8 +159,8 @@ def reasons(outlook: Outlook) -> list[str]:
         over = gigabytes(smallest.peak - outlook.limit, up=True)
         count = len(outlook.too_large)
         lines.append(
-            f"does not fit {gigabytes(outlook.limit)}: {count} layouts; the smallest of them, "
-            f"{describe(smallest.candidate)}, by {over}"
+            f"does not fit {gigabytes(outlook.limit)}: {plural(count, 'layout')}; the smallest of "
+            f"them, {describe(smallest.candidate)}, by {over}"
         )
     kinds: dict[str, list[Dropped]] = defaultdict(list)
     for dropped in outlook.dropped:

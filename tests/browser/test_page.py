@@ -25,10 +25,12 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000")
 RANKS, MICROBATCHES = (1, 2, 3, 4, 8), (2, 4, 6, 8, 13, 32)
 SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 13), (4, 2), (8, 32)]
-TIMES = [
-    (StageTime(1, 1, 1), 0.0),
-    (StageTime(1, 1.2, 0.8), 0.3),
-    (StageTime(0.37, 0.51, 0), 0.1),
+TIMES = [  # of the work, latency, bytes / bandwidth
+    (StageTime(1, 1, 1), 0.0, 0.0),
+    (StageTime(1, 1.2, 0.8), 0.3, 0.0),
+    (StageTime(0.37, 0.51, 0), 0.1, 0.07),
+    (StageTime(1, 1, 1), 0.25, 0.9),
+    (StageTime(0.4, 0.3, 0.2), 0.0, 1.7),
 ]
 Ask = Callable[[str, str], Any]
 
@@ -70,14 +72,14 @@ def page() -> str:
 @pytest.fixture(scope="module")
 def computed(ask: Ask, page: str) -> Any:
     """By schedule, size and times: what the page computes, or null."""
-    times = [[[*time[:3]], message] for time, message in TIMES]
+    times = [[[*time[:3]], message, transfer] for time, message, transfer in TIMES]
     return ask(
         page,
         f"""
         return DATA.schedules.map((_, at) => {json.dumps(SIZES)}.map(([ranks, m]) => {{
           const lists = actionLists(orders, at, ranks, m);
-          return lists && {json.dumps(times)}.map(([time, message]) => {{
-            const rows = simulate(lists, time, message);
+          return lists && {json.dumps(times)}.map(([time, message, transfer]) => {{
+            const rows = simulate(lists, time, message, transfer);
             const spans = rows.map((row) => row.map((s) => [nameOf(s), s.start, s.end]));
             return {{ spans, ...figures(rows) }};
           }});
@@ -95,8 +97,8 @@ def test_page_computes_what_the_simulation_does(schedule: Schedule, computed: An
             assert found is None
             continue
         ran += 1
-        for (time, message), one in zip(TIMES, found, strict=True):
-            timeline = Step(ranks, m, time, message).timeline(schedule)
+        for (time, message, transfer), one in zip(TIMES, found, strict=True):
+            timeline = Step(ranks, m, time, message, transfer).timeline(schedule)
             spans = [[[str(a), start, end] for a, start, end in row] for row in timeline.spans]
             assert one["spans"] == spans
             assert one["step"] == timeline.makespan
@@ -137,15 +139,18 @@ def test_cards_follow_the_controls(ask: Ask, page: str) -> None:
         move("[aria-label='Time of weight gradients (W)']", "0.37");
         move("#message", 0.5);
         shown.push(cards());
+        move("#transfer", 0.75);
+        shown.push(cards());
         move("#microbatches", {MICROBATCHES.index(13)});
         shown.push(cards());
         return shown;
         """,
     )
-    steps = [Step(4, 8), Step(4, 32), Step(8, 32, StageTime(1, 1, 0.37), 0.5)]
-    for cards, step in zip(shown[:3], steps, strict=True):
+    unequal = StageTime(1, 1, 0.37)
+    steps = [Step(4, 8), Step(4, 32), Step(8, 32, unequal, 0.5), Step(8, 32, unequal, 0.5, 0.75)]
+    for cards, step in zip(shown[:4], steps, strict=True):
         assert cards == {entry.name: card(entry, step) for entry in SCHEDULES}
-    dualpipev = shown[3][get_schedule("dualpipev").name]
+    dualpipev = shown[4][get_schedule("dualpipev").name]
     assert dualpipev == ["Not with 13 microbatches on 8 ranks; it runs with 32."]
 
 
@@ -220,7 +225,7 @@ def test_everything_can_be_reached_and_has_a_name(ask: Ask, page: str) -> None:
         };
         """,
     )
-    assert found == {"nameless": 0, "controls": 12, "reached": len(SCHEDULES), "wide": False}
+    assert found == {"nameless": 0, "controls": 14, "reached": len(SCHEDULES), "wide": False}
 
 
 def test_whole_page_is_light(ask: Ask) -> None:

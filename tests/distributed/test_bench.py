@@ -79,6 +79,16 @@ def test_a_way_must_name_who_and_a_schedule(capfd: pytest.CaptureFixture[str]) -
     assert "Write 'ours InterleavedZeroBubble 2'." in printed
 
 
+def test_a_model_must_be_there(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "bench=hand", "models=[mlp,con]", "hydra.run.dir=out"])
+    printed = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert "must be one of mlp, conv, gpt, got 'con'" in printed
+    assert "comes from models. Set models=[conv]." in printed
+    assert "Traceback" not in printed
+
+
 def test_overlap() -> None:
     sizes = ["ranks=2", "replicas=2", "microbatches=2", "milliseconds=1", "width=64"]
     [row] = bench("bench=overlap", "schedules=[1F1B]", *sizes, "rounds=2", "warmup=1")

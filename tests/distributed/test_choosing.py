@@ -17,6 +17,7 @@ from lightning_pipeline.planning import choosing
 from lightning_pipeline.planning.candidates import Bounds
 from lightning_pipeline.schedules import get_schedule
 from lightning_pipeline.search import search_order
+from lightning_pipeline.wording import plural
 from tests.distributed.fits import Script, distance
 from tests.distributed.test_exactness import LAYOUTS, MODELS, TOLERANCE, vectors
 
@@ -46,7 +47,7 @@ def test_what_is_chosen_is_exact_the_same_everywhere_and_said_once(layout, model
     schedule, _, microbatches, notes = runs[0].extra
     [note] = [note for note in notes if "schedule='auto'" in note]
     assert note.startswith(f"schedule='auto' has chosen {get_schedule(schedule).name} on {ranks}")
-    assert f"{microbatches} microbatches" in note
+    assert plural(microbatches, "microbatch", "es") in note
 
 
 @pytest.mark.parametrize("name", ["zbv_zero_bubble", "interleaved_1f1b", "gpipe"])

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from lightning_pipeline import cli
+from lightning_pipeline.overrides import for_training
 
 SINGLE = [
     "strategy=single",
@@ -77,6 +78,56 @@ def test_refusals_end_with_code_2_and_no_traceback(
     assert printed.startswith("lightning-pipeline: ")
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("name", ["orders.csv", "a (b)/it's.CSV"])
+def test_a_file_is_a_schedule(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
+    assert cli.main([command, f"schedule={name}", "--cfg", "job", "--resolve"]) == 0
+    config = OmegaConf.create(capsys.readouterr().out)
+    assert config.schedule == {"name": name, "stages_per_rank": "auto"}
+    assert config.strategy.schedule == name
+    assert config.strategy.pipeline_parallel_size == 2
+
+
+def test_files_and_names_are_swept_together() -> None:
+    Path("own.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    assert for_training("schedule=own.csv,gpipe,auto") == "schedule.name='own.csv','gpipe','auto'"
+
+
+SHOWN = ["--cfg", "job", "--resolve"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["draw", "schedule=bad.csv"],
+        *(
+            [command, f"{key}=bad.csv", *shown]
+            for command in ("train", "plan")
+            for key in ("schedule", "schedule.name")
+            for shown in ([], SHOWN)
+        ),
+        ["bench", "bench=limit", "schedules=[bad.csv]"],
+        ["bench", "bench=overlap", "schedules=[bad.csv]"],
+        ["bench", "bench=actions", "schedules=[bad.csv]"],
+        ["bench", "bench=memory", "schedules=[bad.csv]"],
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_one_line(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("bad.csv").write_text("0F0,0X0\n1F0,1B0\n")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    printed = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert "got '0X0' in row 1, column 2" in printed
+    assert printed.startswith("lightning-pipeline: ") and printed.count("\n") == 1
 
 
 def test_refusal_of_the_strategy_itself(capfd: pytest.CaptureFixture[str]) -> None:

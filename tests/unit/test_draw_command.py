@@ -53,13 +53,25 @@ def test_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 36.5," in capsys.readouterr().out
 
 
+def test_messages_pass_a_link_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule=gpipe", "ranks=2", "microbatches=2", "message=0.25", "transfer=3"]
+    assert cli.main(["draw", *words]) == 0
+    # The second output waits for the first until 4 and is there at 7.25, its gradient at 16.5.
+    assert "step 18.5," in capsys.readouterr().out
+
+
 def test_file_brings_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
-    assert cli.main(["draw", "schedule=own.csv", "microbatches=auto"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:3] == [
-        "rank 0  0F0 ... ... ... 0B0---- 0F1 ... ... ... 0B1----",
-        "rank 1  ... 1F0 1B0---- ... ... ... 1F1 1B1---- ... ...",
-    ]
+    for words in (["schedule=own.csv"], ["schedule=own.csv", "microbatches=auto"]):
+        assert cli.main(["draw", *words]) == 0
+        assert capsys.readouterr().out.splitlines()[1:3] == [
+            "rank 0  0F0 ... ... ... 0B0---- 0F1 ... ... ... 0B1----",
+            "rank 1  ... 1F0 1B0---- ... ... ... 1F1 1B1---- ... ...",
+        ]
+    Path("a (b), c.csv").write_text(Path("own.csv").read_text())
+    assert cli.main(["draw", "schedule=a (b), c.csv"]) == 0
+    assert capsys.readouterr().out.startswith("a (b), c.csv\nrank 0  0F0")
+    Path("a (b), c.csv").unlink()
     with pytest.raises(SystemExit):
         cli.main(["draw", "schedule=own.csv", "microbatches=3"])
     assert "microbatches=2" in capsys.readouterr().err
@@ -116,7 +128,12 @@ def test_ending_decides_the_format(
         (["schedule=1f1b", "stages_per_rank=2"], ["exactly 1", "got 2", "stages_per_rank=1"]),
         (["schedule=1f1b", "ranks=0"], ["ranks must be an integer", "got 0"]),
         (["forward=-1"], ["forward must be", "got -1", "Set forward=1"]),
-        (["stages=4", "output=a.html"], ["one number of ranks", "[2, 4]", "Set ranks=4"]),
+        (
+            ["stages=4", "output=a.html"],
+            ["one number of ranks", "[2, 4] and [8]", "stages=null, ranks=4 and microbatches=8"],
+        ),
+        (["schedule=none.csv"], ["must be readable", "none.csv"]),
+        (["transfer=-1"], ["transfer must be a time of at least 0, got -1"]),
     ],
 )
 def test_refusals(words: list[str], parts: list[str], capfd: pytest.CaptureFixture[str]) -> None:

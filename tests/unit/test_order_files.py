@@ -120,12 +120,12 @@ REFUSED = {
     ),
     "uneven": (
         "0F0,1F0,1B0,0B0\n2F0,2B0\n",
-        ["2 stage(s) on each of its 2 ranks", "1F0 in row 1, column 2", "Write stage 1 into row 2"],
+        ["2 stages on each of its 2 ranks", "1F0 in row 1, column 2", "Write stage 1 into row 2"],
     ),
     "empty rank": ("0F0,0B0\n\n1F0,1B0\n", ["1F0 in row 3, column 1", "Write stage 1 into row 2"]),
     "missing stage": (
         "0F0,0B0\n2F0,2B0\n",
-        ["2 stage(s)", "got no action of stage 1", "into row 2"],
+        ["2 stages on each", "got no action of stage 1", "into row 2"],
     ),
     "nothing": (",\n", ["at least one action, got none"]),
 }
@@ -151,7 +151,7 @@ def test_other_sizes_are_refused(path: Path) -> None:
     schedule.check(2, "auto", "auto")
     for sizes, parts in (
         ((4, 1, 3), ["each of its 2 rows, got 4 ranks", "Set pipeline_parallel_size=2"]),
-        ((2, 2, 3), ["needs exactly 1 stage(s)", "got 2"]),
+        ((2, 2, 3), ["needs exactly 1 stage on each rank", "got 2"]),
         ((2, 1, 4), ["the 3 microbatches of its lists, got 4", "Set num_microbatches=3 or"]),
         ((2, 1, 2), ["the 3 microbatches of its lists, got 2"]),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_what_is_given_is_kept(
         assert found["schedule"] == "Interleaved1F1B"
         assert found["ranks"] * found["stages_per_rank"] == 8
         assert found["microbatches"] == 8 and found["activation_checkpointing"] == "full"
+
+
+def test_a_file_is_planned_with_its_own_microbatches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "a (b).csv"
+    (tmp_path / name).write_text("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL, f"schedule={name}")
+    assert code == 0
+    [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
+    words = shlex.split(line)
+    assert {f"schedule={name}", "devices=4", "stages=2", "microbatches=3"} <= set(words)
+    assert not any(word.startswith("schedule.name") for word in words)
+    assert f"\n{name} " in out
 
 
 @pytest.mark.parametrize(

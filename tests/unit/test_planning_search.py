@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import lightning as L
@@ -13,11 +14,13 @@ from torch.nn import functional as F
 from lightning_pipeline.planning.blueprint import Blueprint
 from lightning_pipeline.planning.candidates import Bounds, Candidate, Dropped, candidates
 from lightning_pipeline.planning.devices import Device, Way, get_device
-from lightning_pipeline.planning.planner import Planner, gigabytes
+from lightning_pipeline.planning.planner import Outlook, Planner, describe, gigabytes
 from lightning_pipeline.planning.prediction import Prediction
 from lightning_pipeline.planning.searching import searched
+from lightning_pipeline.planning.tables import ranking
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
 from lightning_pipeline.splitting import CUDA_RATES
+from lightning_pipeline.wording import plain
 
 ROWS = 32
 
@@ -72,7 +75,7 @@ def test_candidates_are_legal_and_of_every_schedule() -> None:
 
 def test_illegal_counts_are_dropped_with_the_nearest_legal_one() -> None:
     [dropped] = candidates(Bounds(4, 3, schedules=[get_schedule("1F1B")], ranks=4), 100)
-    assert dropped == Dropped("1F1B with 4 x 1 stages", "needs 4 microbatches", "count")
+    assert dropped == Dropped("1F1B with 4 x 1 stage", "needs 4 microbatches", "count")
 
 
 def test_a_model_of_few_pieces_drops_many_stages() -> None:
@@ -153,6 +156,62 @@ def test_the_best_is_found_and_is_the_same_each_time(blueprint: Blueprint, devic
 def _sizes(found: Candidate) -> dict[str, int]:
     names = ("ranks", "replicas", "stages_per_rank", "microbatches")
     return {name: getattr(found, name) for name in names}
+
+
+def lines(*found: Prediction) -> list[str]:
+    """The ranking's lines below its header, the blanks between their columns in one."""
+    text = ranking(Outlook(found, len(found), (), (), 1e12), 10)
+    return [re.sub(" {2,}", " | ", line) for line in text.splitlines()[1:]]
+
+
+def test_schedules_with_one_order_share_a_line(blueprint: Blueprint, device: Device) -> None:
+    sizes = {"ranks": 2, "stages_per_rank": 2, "microbatches": 1}
+    v = [predict(blueprint, device, name, **sizes) for name in ("VHalf", "VMin")]
+    sizes["stages_per_rank"] = 1
+    names = ("GPipe", "ZBH1", "ZBH2")
+    # Without weight gradients to put off, GPipe takes no longer in another order.
+    full = [predict(blueprint, device, name, "full", **sizes) for name in names]
+    first, second, legend = lines(*v, *full)
+    assert first.startswith("VHalf = VMin | 2 | 1 | 2 | 1 | none | ")
+    assert second.startswith("GPipe, ZBH1 = ZBH2 | 2 | 1 | 1 | 1 | full | ")
+    assert legend.startswith("- A = B: the same order of work")
+
+
+def test_schedules_that_differ_have_a_line_each(blueprint: Blueprint, device: Device) -> None:
+    sizes = {"ranks": 4, "stages_per_rank": 2, "microbatches": 8}
+    found = lines(*(predict(blueprint, device, name, **sizes) for name in ("VHalf", "VMin")))
+    assert [line.split(" | ")[0] for line in found] == ["VHalf", "VMin"]
+    # Other counts are no twins, whatever they take.
+    sizes = {"ranks": 2, "stages_per_rank": 2, "microbatches": 1}
+    one = predict(blueprint, device, "VHalf", **sizes)
+    assert len(lines(one, predict(blueprint, device, "VMin", **sizes, replicas=2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (51863.2, 4, "51,860"),
+        (12340, 4, "12,340"),
+        (8872.4, 4, "8,872"),
+        (999.96, 4, "1,000"),
+        (912.34, 4, "912.3"),
+        (0.012344, 4, "0.01234"),
+        (1.3, 3, "1.30"),
+        (1234567, 3, "1,230,000"),
+        (0, 3, "0"),
+    ],
+)
+def test_numbers_have_no_exponent(value: float, digits: int, text: str) -> None:
+    assert plain(value, digits) == text
+
+
+def test_counts_of_one_are_singular() -> None:
+    entry = get_schedule("1F1B")
+    one, two = Candidate(entry, 4, 1, 1, 1, "none"), Candidate(entry, 4, 2, 2, 8, "full")
+    assert describe(one) == "1F1B on 4 ranks x 1 replica, 1 stage a rank, 1 microbatch"
+    assert describe(two) == (
+        "1F1B on 4 ranks x 2 replicas, 2 stages a rank, 8 microbatches, recomputing full"
+    )
 
 
 def test_a_limit_is_kept(blueprint: Blueprint, device: Device) -> None:

@@ -105,7 +105,7 @@ def test_stages_per_rank(name: str, value: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "parts"),
     [
-        ("1f1b", 2, ["1F1B needs exactly 1 stage(s)", "got 2", "Set stages_per_rank=1"]),
+        ("1f1b", 2, ["1F1B needs exactly 1 stage on each rank", "got 2", "Set stages_per_rank=1"]),
         ("dualpipev", 1, ["needs exactly 2", "got 1", "Set stages_per_rank=2"]),
         ("zbv_zero_bubble", 3, ["needs exactly 2", "got 3", "Set stages_per_rank=2"]),
         ("looped_bfs", 0, ["stages_per_rank must be an integer of at least 1, got 0"]),
@@ -166,7 +166,7 @@ def test_nearest_microbatches(
         ),
         ("gpipe", (4, 1, 0), ["num_microbatches must be an integer of at least 1, got 0"]),
         ("gpipe", (0, 1, 4), ["pipeline_parallel_size must be an integer of at least 1, got 0"]),
-        ("gpipe", (4, 2, 4), ["GPipe needs exactly 1 stage(s)"]),
+        ("gpipe", (4, 2, 4), ["GPipe needs exactly 1 stage on each rank"]),
     ],
 )
 def test_check_names_rule_origin_and_cure(

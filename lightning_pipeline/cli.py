@@ -199,8 +199,10 @@ def _resolve_layout(name: str, *, _root_: DictConfig) -> Any:
     try:
         return getattr(layout_of(_root_), name)
     except ValueError as error:
-        # Hydra would print a trace of this error, and another one of the interpolation.
-        refuse(error)
+        if any(word.startswith(("--cfg", "-c")) for word in sys.argv):
+            # Hydra would print a trace of this error, and another one of the interpolation.
+            refuse(error)
+        raise
 
 
 # Lets files say ${layout:ranks}, so that `--cfg job --resolve` shows the numbers that a run uses.

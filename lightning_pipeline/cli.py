@@ -199,7 +199,7 @@ def _resolve_layout(name: str, *, _root_: DictConfig) -> Any:
     try:
         return getattr(layout_of(_root_), name)
     except ValueError as error:
-        if any(word.startswith(("--cfg", "-c")) for word in sys.argv):
+        if any(word.startswith(("--cfg", "-c")) for word in sys.argv[1:]):
             # Hydra would print a trace of this error, and another one of the interpolation.
             refuse(error)
         raise

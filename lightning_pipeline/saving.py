@@ -83,14 +83,21 @@ class SavingStrategy(FailingStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._failed or not self.is_global_zero:
             return
-        for callback in self._model_checkpoints():
-            last, saved = callback.last_model_path, callback._last_checkpoint_saved
-            if callback.save_last == "link" and os.path.realpath(last) == os.path.realpath(
-                filepath
-            ):
-                # Lightning leads the link there only behind this: it would lead nowhere meanwhile.
-                in_turn(self.checkpoint_io, partial(link, saved, last))
-        in_turn(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
+        links = [
+            (callback._last_checkpoint_saved, callback.last_model_path)
+            for callback in self._model_checkpoints()
+            if callback.save_last == "link"
+        ]
+        remove = super().remove_checkpoint
+
+        def discard() -> None:
+            for saved, last in links:
+                # Lightning leads it there only behind this: it would lead nowhere meanwhile.
+                if os.path.realpath(last) == os.path.realpath(filepath):
+                    link(saved, last)
+            remove(filepath)
+
+        in_turn(self.checkpoint_io, discard)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -120,9 +120,7 @@ def run(way, folder, rank=None, event=None, batch=None, size=None, together=Fals
 
         replacing._exchange = lambda *_: False
     torch.manual_seed(0)
-    saves = Saves(
-        checkpoints, "{step}", every_n_train_steps=EVERY, **{"save_last": True, **saving}
-    )
+    saves = Saves(checkpoints, "{step}", every_n_train_steps=EVERY, **{"save_last": True, **saving})
     saves.noted = folder / "noted"
     ends = Ends(end, batch if is_victim else None)
     trainer = L.Trainer(
@@ -170,7 +168,7 @@ def whole(tmp_path_factory):
 
 def goes_on(way, folder, expected, **when):
     """Kills a run and goes on; all that was saved before is there."""
-    with pytest.raises(RankFailed, match="exit codes by rank: .*-(9|25)"):
+    with pytest.raises(RankFailed, match=r"exit codes by rank: .*-(9|25)"):
         train(way, folder, **when)
     noted = folder / "noted"
     steps = [int(line) for line in noted.read_text().split()] if noted.exists() else []

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 METADATA = ".metadata"  # of a checkpoint folder, as torch names it
 
-_PART, _OLD = ".part", ".old"
+_PART, _OLD, _REMOVED = ".part", ".old", ".removed.part"
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, see renameat2(2)
 
 
@@ -64,10 +64,8 @@ def whole_file(path: Any) -> Iterator[BinaryIO]:
         IsADirectoryError: If there is a folder already that is no checkpoint.
     """
     final, part = Path(path), beside(path)
-    check_place(final)
-    mend(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    erase(part)
+    clear(final)
     try:
         with open(part, "wb") as file:
             yield file
@@ -78,6 +76,18 @@ def whole_file(path: Any) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             erase(part)
         raise
+
+
+def clear(path: Any) -> None:
+    """Makes room for what is written next, where a process may have been killed before.
+
+    Raises:
+        IsADirectoryError: If there is a folder already that is no checkpoint.
+    """
+    check_place(path)
+    mend(path)
+    for ending in (_PART, _OLD):
+        erase(beside(path, ending))
 
 
 def put(part: Path, final: Path) -> None:
@@ -112,19 +122,21 @@ def mend(path: Any) -> None:
 
 def link(target: Any, path: Any) -> None:
     """Puts a relative symbolic link at a path, in place of what is there."""
-    part = beside(path)
-    erase(part)
-    os.symlink(os.path.relpath(target, os.path.dirname(path)), part)
-    put(part, Path(path))
+    clear(path)
+    os.symlink(os.path.relpath(target, os.path.dirname(path)), beside(path))
+    put(beside(path), Path(path))
 
 
 def remove(path: Any) -> None:
-    """Removes the file, link or folder at a path, if there is one; a folder leaves it at once."""
+    """Removes the file, link or folder at a path, if there is one; a folder leaves it at once.
+
+    What was left of one, because a process was killed, goes with the next that is removed there.
+    """
+    gone = Path(path).with_name(_REMOVED)
+    shutil.rmtree(gone, ignore_errors=True)
     if _is_folder(path):
-        part = beside(path)
-        erase(part)
-        os.rename(path, part)
-        path = part
+        os.rename(path, gone)
+        path = gone
     erase(Path(path))
 
 

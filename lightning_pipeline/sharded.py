@@ -43,10 +43,9 @@ from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.replacing import (
     METADATA,
     beside,
-    check_place,
+    clear,
     erase,
     is_remote,
-    mend,
     put,
     sync,
     whole_file,
@@ -118,9 +117,7 @@ def _begin(path: Any, mesh: Mesh) -> int:
     box: list[Any] = [None, 0]
     if mesh.global_rank == 0:
         try:
-            check_place(path)
-            mend(path)
-            erase(beside(path))
+            clear(path)
         except OSError as error:
             box[0] = error
         box[1] = uuid.uuid4().int >> 66

@@ -116,7 +116,7 @@ def mend(path: Any) -> None:
     """Puts back what was there before a process was killed between two renames, see ``put``."""
     old = beside(path, _OLD)
     if old.exists() and not os.path.lexists(path):
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        with contextlib.suppress(OSError):  # another rank was faster, or it is not ours to change
             os.rename(old, path)
 
 

@@ -53,14 +53,14 @@ class Saves(ModelCheckpoint):
         super()._save_last_checkpoint(trainer, *args)
         if trainer.is_global_zero:
             with open(self.noted, "a") as file:
-                file.write(f"{trainer.global_step}\n")
+                file.write(f"{self._last_global_step_saved}\n")
 
 
 class Ends(L.Callback):
     """Kills before the n-th batch, and notes where a run begins."""
 
     def __init__(self, end, batch):
-        self.end, self.batch, self.begun = end, batch, None
+        self.end, self.batch, self.begun = end, batch, STEPS  # there may be no step left
 
     def on_train_start(self, trainer, module):
         self.begun = trainer.global_step
@@ -137,6 +137,7 @@ def run(way, folder, rank=None, event=None, batch=None, size=None, together=Fals
     module = Drops(width=8, depth=3)
     trainer.fit(module, Remembers(vectors(5 * BATCH)[0]), ckpt_path="last")
     trainer.save_checkpoint(folder / "end")
+    trainer.strategy.checkpoint_io.teardown()  # waits for the thread
     return ends.begun, len(seen)
 
 

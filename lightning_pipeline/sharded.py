@@ -142,10 +142,10 @@ def _finish(rest: dict[str, Any], path: Any) -> None:
 def _end(failure: BaseException | None, path: Any, mesh: Mesh) -> None:
     """Ends a save on all ranks alike; global rank 0 knows what has failed on any."""
     told = [None if failure is None else _why(failure)]
-    dist.broadcast_object_list(told, 0)
-    if mesh.global_rank == 0 and told[0] is not None:
+    if mesh.global_rank == 0 and failure is not None:
         with contextlib.suppress(OSError):
             erase(beside(path))
+    dist.broadcast_object_list(told, 0)
     if told[0] is not None or failure is not None:
         raise CheckpointError(
             f"The checkpoint folder {str(path)!r} must be written in full, but "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +11,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_pipeline import sharded
 from lightning_pipeline.activities import Observer
+from lightning_pipeline.files import check_lightning, is_plain
 from lightning_pipeline.materialising import Deferred, has_no_value, is_unplaced
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.recipes import Recipes
@@ -144,15 +145,14 @@ class BuildingStrategy(SavingStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         module = self.lightning_module
-        local = os.path.exists(checkpoint_path) and type(self.checkpoint_io) is TorchCheckpointIO
-        if module is None or not local or not any(t.is_meta for *_, t in state_items(module)):
+        # Not the format before torch 1.6, of which no tensor can be read alone.
+        local = sharded.is_folder(checkpoint_path) or zipfile.is_zipfile(checkpoint_path)
+        meta = module is not None and any(t.is_meta for *_, t in state_items(module))
+        if not (local and meta and is_plain(self.checkpoint_io)):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        try:
-            return open_checkpoint(checkpoint_path, weights_only)
-        except RuntimeError as error:  # the format before torch 1.6
-            if "mmap" not in str(error):
-                raise
-            return super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = open_checkpoint(checkpoint_path, weights_only)
+        check_lightning(loaded, checkpoint_path)
+        return loaded
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -163,4 +163,5 @@ class BuildingStrategy(SavingStrategy):
         read = {name: v if name in elsewhere else fetch(v) for name, v in state.items()}
         super().load_model_state_dict({**checkpoint, "state_dict": read}, strict)
         if self._deferred is not None:
-            self._deferred.take(state)
+            with self._fitting_checkpoint():
+                self._deferred.take(state)

@@ -276,16 +276,28 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     Raises:
         RuntimeError: If they do not although they must, or shapes differ.
     """
-    foreign = {name for *_, name, tensor in state_items(module) if is_elsewhere(tensor)}
+    foreign = {name: t for *_, name, t in state_items(module) if is_elsewhere(t)}
     elsewhere = {name for name, first in canonical_names(module).items() if first in foreign}
     if not elsewhere:
         module.load_state_dict(state, strict=strict)
         return
+    _check_shapes({name: foreign[canonical_names(module)[name]] for name in elsewhere}, state)
     here = {name: value for name, value in state.items() if name not in elsewhere}
     result = module.load_state_dict(here, strict=False)
     missing = [name for name in result.missing_keys if name not in state]
     if strict and (missing or result.unexpected_keys):
         raise RuntimeError(
-            f"The checkpoint does not fit {type(module).__name__}: it lacks {missing} and has "
-            f"{result.unexpected_keys} besides. Load it with strict=False to take what fits."
+            f"It lacks {missing} and has {result.unexpected_keys} besides. Set "
+            "strict_loading=False in the LightningModule to take what fits."
         )
+
+
+def _check_shapes(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Lets all ranks refuse alike, not only the one that holds the tensor."""
+    for name, tensor in own.items():
+        saved = state.get(name)
+        if isinstance(saved, Tensor) and saved.shape != tensor.shape:
+            raise RuntimeError(
+                f"size mismatch for {name}: its shape is {tuple(saved.shape)} there and "
+                f"{tuple(tensor.shape)} in the model."
+            )

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import hydra
@@ -117,17 +118,20 @@ def _consolidate(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         f"lightning-pipeline {CONSOLIDATE}",
         description="Turns a checkpoint folder, which strategy.save_distributed_checkpoint=true "
-        "writes, into one plain Lightning file. The folder must be from a trusted source.",
+        "writes, into one plain Lightning file.",
     )
+    parser.add_argument("--trusted", action="store_true", help="take objects that can run code")
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint folder")
-    parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="the file to write; FOLDER.consolidated if left out"
-    )
+    told = "the file to write; FOLDER.consolidated if left out"
+    parser.add_argument("file", metavar="FILE", nargs="?", help=told)
     given = parser.parse_args(words)
     try:
-        print(f"checkpoint: {consolidate(given.folder, given.file)}")
-    except (OSError, ValueError) as error:
+        file = consolidate(given.folder, given.file, False if given.trusted else None)
+    except UnpicklingError as error:
+        refuse(ValueError(f"{error}\nIf you trust its source, add --trusted."))
+    except (OSError, ValueError, PipelineError) as error:
         refuse(error)
+    print(f"checkpoint: {file}")
     return 0
 
 

@@ -46,3 +46,7 @@ class StepError(PipelineError):
 
 class ElsewhereError(PipelineError):
     """A parameter or buffer was used on a rank that does not hold it."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint cannot be written, or read back as it was written."""

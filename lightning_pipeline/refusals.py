@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_pipeline.files import is_plain
 from lightning_pipeline.splitting import is_elsewhere, state_items
 
 _SEVERAL_OPTIMIZERS = (
@@ -186,7 +187,7 @@ def check_checkpoint_io(plugin: CheckpointIO) -> None:
     Raises:
         MisconfigurationException: If it is any but Lightning's own.
     """
-    if type(plugin) is not TorchCheckpointIO:
+    if not is_plain(plugin):
         raise MisconfigurationException(
             "PipelineStrategy(save_distributed_checkpoint=True) writes folders without a "
             f"CheckpointIO, so {type(plugin).__name__} would never be called. Remove it from "

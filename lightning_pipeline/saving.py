@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import checkpoint as checkpoints
 from lightning_pipeline import sharded
+from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.failing import FailingStrategy
+from lightning_pipeline.files import WholeFiles, check_lightning, first_line, in_turn
 from lightning_pipeline.materialising import is_unplaced
+from lightning_pipeline.momenta import check_optimizer_states
 from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.replacing import is_remote, link, mend
 from lightning_pipeline.splitting import is_elsewhere
 from lightning_pipeline.weights import copied
 
@@ -30,15 +40,98 @@ class SavingStrategy(FailingStrategy):
         super().__init__(*args, **kwargs)
         self._waiting: list[tuple[Optimizer, Mapping[str, Any]]] = []
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        io = self._checkpoint_io
+        if io is None:
+            self._checkpoint_io = io = WholeFiles()
+        elif isinstance(io, _WrappingCheckpointIO) and (
+            io.checkpoint_io is None or type(io.checkpoint_io) is TorchCheckpointIO
+        ):
+            io.checkpoint_io = WholeFiles()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def _begin(self) -> None:
+        super()._begin()
+        for callback in self._model_checkpoints():
+            callback.__dict__["_link_checkpoint"] = self._link  # Lightning 2.6
+
+    @override
+    def _end(self) -> None:
+        super()._end()
+        for callback in self._model_checkpoints():
+            callback.__dict__.pop("_link_checkpoint", None)
+
+    def _model_checkpoints(self) -> list[ModelCheckpoint]:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        callbacks = [] if trainer is None else trainer.checkpoint_callbacks
+        return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+
+    def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        """Does what ModelCheckpoint does for ``save_last="link"``, at once."""
+        if self.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            in_turn(self.checkpoint_io, partial(link, filepath, linkpath))
+        self.barrier()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._failed or not self.is_global_zero:
+            return
+        links = [
+            (callback._last_checkpoint_saved, callback.last_model_path)
+            for callback in self._model_checkpoints()
+            if callback.save_last == "link"
+        ]
+        remove = super().remove_checkpoint
+
+        def discard() -> None:
+            for saved, last in links:
+                # Lightning leads it there only behind this: it would lead nowhere meanwhile.
+                if os.path.realpath(last) == os.path.realpath(filepath):
+                    link(saved, last)
+            remove(filepath)
+
+        in_turn(self.checkpoint_io, discard)
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        checkpoints.load(self.lightning_module, checkpoint["state_dict"], strict)
+        with self._fitting_checkpoint():
+            checkpoints.load(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @contextmanager
+    def _fitting_checkpoint(self) -> Iterator[None]:
+        """Errors of a checkpoint that does not fit name its file.
+
+        Raises:
+            CheckpointError: If there is one.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            module = self.lightning_module
+            assert module is not None
+            raise CheckpointError(
+                f"The checkpoint {str(module.trainer.ckpt_path)!r} must be of "
+                f"{type(module).__name__} as it was built here. {error}\nBuild it with the "
+                "hyperparameters that the checkpoint was written with, and the same optimizers, or "
+                "continue from another checkpoint."
+            ) from error
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Not to the device yet: before the first batch this is the state of the whole model.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        assert self.lightning_module is not None
+        states = checkpoint["optimizer_states"]
+        with self._fitting_checkpoint():
+            check_optimizer_states(self.lightning_module, self.optimizers, states)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             if any(map(is_elsewhere, _parameters(optimizer))):
                 optimizer.load_state_dict({**state, "state": {}})
                 self._waiting.append((optimizer, state))
@@ -81,13 +174,17 @@ class SavingStrategy(FailingStrategy):
             self._save_folder(checkpoint, filepath, storage_options)
             return
         whole = checkpoints.gather(checkpoint, self.mesh, self.root_device)
+        failure = None
         if whole is not None:
-            if os.path.isdir(filepath):
-                with sharded.replaced(filepath):
-                    super().save_checkpoint(whole, filepath, storage_options)
-            else:
+            try:
                 super().save_checkpoint(whole, filepath, storage_options)
-        self.barrier()
+            except Exception as error:
+                failure = error
+        told = self.broadcast(None if failure is None else first_line(failure))
+        if failure is not None:
+            raise failure
+        if told is not None:
+            raise CheckpointError(f"Global rank 0 could not write {filepath}: {told}")
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         if storage_options is not None:
@@ -102,9 +199,14 @@ class SavingStrategy(FailingStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        if not is_remote(checkpoint_path):
+            mend(checkpoint_path)
         if os.path.isdir(checkpoint_path):
-            return sharded.load(checkpoint_path, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+            loaded = sharded.load(checkpoint_path, weights_only)
+        else:
+            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        check_lightning(loaded, checkpoint_path)
+        return loaded
 
     def _drop_foreign_state(self) -> None:
         """Optimizer state of parameters that are elsewhere goes, the rest follows its parameter."""

@@ -11,11 +11,10 @@ wrote them. The folder needs a file system that all nodes share.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint import (
@@ -37,67 +37,29 @@ from lightning_pipeline.checkpoint import (
     mapped,
     walk,
 )
+from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.files import check_file, explained, first_line
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.replacing import (
+    METADATA,
+    beside,
+    clear,
+    erase,
+    is_remote,
+    put,
+    sync,
+    whole_file,
+)
+from lightning_pipeline.shards import OWN, Shards, save_key
 from lightning_pipeline.splitting import is_elsewhere
 
-METADATA, REST = ".metadata", "meta.pt"  # the names that torch and Lightning use
-_OWN = "lightning_pipeline"  # our key in meta.pt
+REST = "meta.pt"  # as Lightning names it
 _VERSION = 1
 
 
 def is_folder(path: Any) -> bool:
     """Whether there is a complete checkpoint folder at a path."""
     return all(os.path.isfile(os.path.join(path, name)) for name in (METADATA, REST))
-
-
-def remove(path: Any) -> None:
-    """Removes the checkpoint at a path, be it a folder, a file or a link, if there is one.
-
-    Raises:
-        IsADirectoryError: If there is a folder that is no checkpoint.
-    """
-    if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-    elif _blocks(path):
-        raise _in_the_way(path)
-    elif os.path.isdir(path):
-        shutil.rmtree(path)
-
-
-def _blocks(path: Any) -> bool:
-    """Whether something is at a path that a checkpoint must not replace."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        return False
-    return bool(os.listdir(path)) and not os.path.isfile(os.path.join(path, METADATA))
-
-
-def _in_the_way(path: Any) -> IsADirectoryError:
-    return IsADirectoryError(
-        f"A checkpoint must not replace {str(path)!r}: it is a folder that holds something else. "
-        "Save to another path, or remove the folder."
-    )
-
-
-@contextmanager
-def replaced(path: Any) -> Iterator[None]:
-    """Keeps what is at a path aside until something new stands there.
-
-    A process that is killed meanwhile leaves the old checkpoint, at the path or beside it with
-    ``.old`` behind its name; the next save to the path finds it there.
-    """
-    final = FilePath(path)
-    old = final.with_name(final.name + ".old")
-    is_there = final.exists() or final.is_symlink()
-    if old.exists() and not is_there:
-        old.rename(final)
-        is_there = True
-    remove(old)
-    if is_there:
-        if _blocks(final):
-            raise _in_the_way(final)
-        final.rename(old)
-    yield
-    remove(old)
 
 
 def save(
@@ -121,34 +83,85 @@ def save(
         ValueError: If the path is not one of a local or mounted file system.
         IsADirectoryError: If there is a folder already that is no checkpoint.
         PipelineError: If no rank holds some tensor.
+        CheckpointError: On all ranks, if one could not write.
     """
-    if "://" in str(path):
+    if is_remote(path):
         raise ValueError(
             f"A checkpoint folder must be on a file system that is mounted on all nodes, got "
             f"{str(path)!r}. Save to a local path, or use "
             "PipelineStrategy(save_distributed_checkpoint=False), which writes one file."
         )
-    final = FilePath(path)
-    part = final.with_name(final.name + ".part")
-    blocked = [_blocks(final) if mesh.global_rank == 0 else None]
-    dist.broadcast_object_list(blocked, 0)
-    if blocked[0]:
-        raise _in_the_way(final)
-    if mesh.global_rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
+    number = _begin(path, mesh)
+    failure: BaseException | None = None
     if mesh.data_rank == 0:
-        agreement = agree(checkpoint, mesh)  # no rank gets further before global rank 0 is here
+        agreement = agree(checkpoint, mesh)
         own = {
             _place(path, parameter_names): tensor
             for path, tensor in _own_tensors(checkpoint, agreement, mesh.global_rank)
         }
-        writer = dcp.FileSystemWriter(part)
-        dcp.save(_nested(own), storage_writer=writer, process_group=mesh.pipeline_group)
-        if mesh.global_rank == 0:
-            torch.save(_rest(checkpoint, agreement, parameter_names), part / REST)
-            with replaced(final):
-                part.rename(final)
-    dist.barrier()
+        own[save_key(mesh.global_rank)] = torch.tensor(number)
+        try:
+            writer = dcp.FileSystemWriter(beside(path))
+            dcp.save(_nested(own), storage_writer=writer, process_group=mesh.pipeline_group)
+            if mesh.global_rank == 0:
+                rest = _rest(checkpoint, agreement, parameter_names)
+                rest[OWN]["save"] = number
+                _finish(rest, path)
+        except (Exception, CheckpointException) as error:
+            failure = error
+    _end(failure, path, mesh)
+
+
+def _begin(path: Any, mesh: Mesh) -> int:
+    """Makes room for a folder; returns a number for this save, on all ranks the same."""
+    box: list[Any] = [None, 0]
+    if mesh.global_rank == 0:
+        try:
+            clear(path)
+        except OSError as error:
+            box[0] = error
+        box[1] = uuid.uuid4().int >> 66
+    dist.broadcast_object_list(box, 0)
+    if box[0] is not None:
+        raise box[0]
+    number: int = box[1]
+    return number
+
+
+def _finish(rest: dict[str, Any], path: Any) -> None:
+    """Completes the folder beside a path and moves it there."""
+    part = beside(path)
+    with open(part / REST, "wb") as file:
+        torch.save(rest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(part)
+    put(part, FilePath(path))
+
+
+def _end(failure: BaseException | None, path: Any, mesh: Mesh) -> None:
+    """Ends a save on all ranks alike; global rank 0 knows what has failed on any."""
+    told = [None if failure is None else _why(failure)]
+    if mesh.global_rank == 0 and failure is not None:
+        with contextlib.suppress(OSError):
+            erase(beside(path))
+    dist.broadcast_object_list(told, 0)
+    if told[0] is not None or failure is not None:
+        raise CheckpointError(
+            f"The checkpoint folder {str(path)!r} must be written in full, but "
+            f"{told[0] or _why(failure)}. What was there before is still there. Make room, or "
+            "save to another path that all nodes share."
+        ) from failure
+
+
+def _why(failure: BaseException | None) -> str:
+    failures = getattr(failure, "failures", {})
+    texts = [f"{_shard(rank)}: {first_line(error)}" for rank, (error, _) in failures.items()]
+    return "; ".join(texts) or first_line(failure)
+
+
+def _shard(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def _own_tensors(
@@ -216,7 +229,7 @@ def _rest(
     ]
     own = {key: whole[key] for key in (STATE_DICT, OPTIMIZERS) if key in whole}
     rest = {key: value for key, value in whole.items() if key not in own}
-    return {**rest, _OWN: {"version": _VERSION, "keys": list(whole), "stored": stored, **own}}
+    return {**rest, OWN: {"version": _VERSION, "keys": list(whole), "stored": stored, **own}}
 
 
 def load(
@@ -235,50 +248,39 @@ def load(
     Raises:
         FileNotFoundError: If it is no complete checkpoint folder.
         ValueError: If something else wrote it.
+        CheckpointError: If a file is missing, damaged or of another save.
     """
     folder = FilePath(path)
     if not is_folder(folder):
+        lacks = " and ".join(n for n in (METADATA, REST) if not (folder / n).is_file())
         raise FileNotFoundError(
-            f"{str(path)!r} must be a checkpoint folder with the files {METADATA} and {REST}. "
-            "PipelineStrategy(save_distributed_checkpoint=True) writes such folders; without these "
-            "files the writing was interrupted."
+            f"{str(path)!r} must be a checkpoint folder with the files {METADATA} and {REST}, and "
+            f"lacks {lacks}. PipelineStrategy(save_distributed_checkpoint=True) writes such "
+            "folders; without these files the writing or copying was interrupted."
         )
-    rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
-    own = rest.pop(_OWN, None)
+    check_file(folder / REST)
+    with explained(folder / REST):
+        rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
+    own = rest.pop(OWN, None)
     if own is None or own["version"] != _VERSION:
         raise ValueError(
             f"The checkpoint folder {str(path)!r} was not written by this version of the pipeline "
             "strategy. Load it with the strategy that wrote it, and save one file from there."
         )
     keys = {tuple(path): key for path, key in own["stored"]}
-    reader = dcp.FileSystemReader(folder)
-    entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    kinds = {
-        key: (tuple(entries[key].size), entries[key].properties.dtype) for key in keys.values()
-    }
+    shards = Shards(folder)
+    shards.check(keys.values(), own.get("save"))
     if stand_in is None:
-        tensors = _read(reader, kinds)
+        tensors = {key: shards.read(key) for key in dict.fromkeys(keys.values())}
     else:
         tensors = {
-            key: stand_in(*kind, partial(lambda k: _read(reader, {k: kinds[k]})[k], key))
-            for key, kind in kinds.items()
+            key: stand_in(*shards.kind(key), partial(shards.read, key)) for key in keys.values()
         }
     everything = {**rest, **own}
     return mapped(
         {key: everything[key] for key in own["keys"]},
         lambda path, tensor: tensors[keys[path]] if path in keys else tensor,
     )
-
-
-def _read(
-    reader: dcp.FileSystemReader, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> dict[str, Tensor]:
-    """Values of some tensors of a folder, given their shapes and dtypes."""
-    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as we ask it to be
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def parameter_names(module: LightningModule, optimizer: Optimizer) -> dict[int, str]:
@@ -288,12 +290,14 @@ def parameter_names(module: LightningModule, optimizer: Optimizer) -> dict[int, 
     return {i: names[id(p)] for i, p in enumerate(parameters) if id(p) in names}
 
 
-def consolidate(folder: Any, file: Any = None) -> FilePath:
+def consolidate(folder: Any, file: Any = None, weights_only: bool | None = None) -> FilePath:
     """Turns a checkpoint folder into one plain Lightning file, with the model in memory once.
 
     Args:
-        folder: A checkpoint folder from a trusted source: torch unpickles its metadata.
+        folder: A checkpoint folder.
         file: The file to write; ``None`` is the folder's path with ``.consolidated`` behind it.
+        weights_only: As in ``torch.load``. ``False`` takes objects of any class, which can run
+            code: for a folder from a trusted source.
 
     Returns:
         The path of the file.
@@ -302,6 +306,8 @@ def consolidate(folder: Any, file: Any = None) -> FilePath:
         FileNotFoundError: If there is no such folder or it is no complete checkpoint.
         FileExistsError: If the file exists.
         ValueError: If something else wrote the folder.
+        CheckpointError: If one of its files is missing, damaged or of another save.
+        UnpicklingError: If there is more in it than ``weights_only`` allows.
     """
     source = FilePath(folder)
     if not source.is_dir():
@@ -315,9 +321,7 @@ def consolidate(folder: Any, file: Any = None) -> FilePath:
             f"The file to write must not exist, and {str(target)!r} does. Remove it or give "
             "another path behind the folder."
         )
-    checkpoint = load(source, weights_only=False)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    torch.save(checkpoint, part)
-    part.replace(target)
+    checkpoint = load(source, weights_only)
+    with whole_file(target) as opened:
+        torch.save(checkpoint, opened)
     return target

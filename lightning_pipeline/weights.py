@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline import sharded
 from lightning_pipeline.checkpoint import STATE_DICT, mapped
+from lightning_pipeline.files import check_file, explained
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
 _SHOWN = 5
@@ -62,13 +63,15 @@ def open_checkpoint(path: Any, weights_only: bool | None = None) -> dict[str, An
         weights_only: As in ``torch.load``.
 
     Raises:
-        RuntimeError: If it is a file in the format that torch wrote before 1.6.
+        CheckpointError: If torch.save did not write it since torch 1.6, or it is cut short.
     """
     if os.path.isdir(path):
         return sharded.load(path, weights_only, stand_in)
-    loaded: dict[str, Any] = torch.load(
-        path, map_location="cpu", mmap=True, weights_only=weights_only
-    )
+    check_file(path, checksums=False)  # that would read all of it on every rank
+    with explained(path):
+        loaded: dict[str, Any] = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=weights_only
+        )
     return loaded
 
 

@@ -1,0 +1,217 @@
+"""Checkpoint files: written whole, and checked when they are read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typing_extensions import override
+
+from lightning_pipeline.checkpoint import walk
+from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.replacing import is_remote, remove, whole_file
+
+_ZIP = b"PK\x03\x04"
+_ANOTHER = "Continue from another checkpoint."
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes Lightning's checkpoint files so that they are complete or not there.
+
+    Lightning's own way is kept for remote paths.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None or is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with written(path), whole_file(path) as file:
+            torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if is_remote(path) or not os.path.isfile(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        check_file(path)
+        with explained(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        if is_remote(path):
+            super().remove_checkpoint(path)
+        else:
+            remove(path)
+
+
+def is_plain(plugin: CheckpointIO) -> bool:
+    """Whether a plugin does no more than torch.save and torch.load."""
+    return type(plugin) in (TorchCheckpointIO, WholeFiles)
+
+
+def in_turn(plugin: CheckpointIO, work: Callable[[], None]) -> None:
+    """Does something when all is written that was given to a plugin before.
+
+    Args:
+        plugin: If it writes in a thread, the work is done there too, unless writing has failed.
+        work: What to do.
+    """
+    executor = getattr(plugin, "_executor", None)  # Lightning 2.6
+    if not isinstance(plugin, AsyncCheckpointIO) or executor is None:
+        work()
+        return
+
+    def do() -> None:
+        try:
+            if plugin._error is None:
+                work()
+        except BaseException as error:
+            plugin._error = error
+
+    executor.submit(do)
+
+
+@contextmanager
+def written(path: Any) -> Iterator[None]:
+    """Errors of writing to a path name it.
+
+    Raises:
+        CheckpointError: If a file cannot be written.
+    """
+    try:
+        yield
+    except IsADirectoryError:  # names it
+        raise
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} must be written in full, but {first_line(cause)}. What "
+            "was there before is still there. Make room, or save to another path."
+        ) from error
+
+
+def check_file(path: Any, checksums: bool = True) -> None:
+    """Refuses a file that is not as torch.save left it.
+
+    Args:
+        path: A local file. One in the format that torch wrote before 1.6 cannot be checked.
+        checksums: Whether the whole file is read, to compare each tensor with its checksum.
+
+    Raises:
+        CheckpointError: If it is empty, cut short or changed.
+    """
+    name, size = str(path), os.path.getsize(path)
+    if not size:
+        raise CheckpointError(f"The checkpoint {name!r} is empty. {_ANOTHER}")
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            if file.read(len(_ZIP)) != _ZIP:
+                return
+        raise CheckpointError(
+            f"The checkpoint {name!r} is cut short: it ends after {size} bytes without the list of "
+            f"its tensors, so its writing or copying was interrupted. Copy it again. {_ANOTHER}"
+        )
+    if checksums:
+        with open(path, "rb") as file:
+            record = damaged_record(file)
+        if record is not None:
+            raise CheckpointError(
+                f"The checkpoint {name!r} is damaged in {_contents(path, record)}: it was changed "
+                f"after it was written. Copy it again. {_ANOTHER}"
+            )
+
+
+def damaged_record(file: Any) -> str | None:
+    """Name of the first record of a file of torch.save that differs from its checksum.
+
+    Args:
+        file: The file or its bytes in memory, to be read from.
+    """
+    try:
+        with zipfile.ZipFile(file) as opened:
+            return opened.testzip()
+    except (zipfile.BadZipFile, EOFError) as error:
+        return str(error)
+
+
+def _contents(path: Any, record: str) -> str:
+    """Dotted names of the tensors in a record of a file, if they can be told."""
+    try:
+        with FakeTensorMode():  # torch then notes where a tensor is, and reads none
+            loaded = torch.load(path, weights_only=True)
+        reader: Any = torch._C.PyTorchFileReader(str(path))
+        offset = reader.get_record_offset(record.split("/", 1)[1])
+        names = [
+            ".".join(map(str, place))
+            for place, tensor in walk(loaded)
+            if tensor.untyped_storage()._checkpoint_offset == offset
+        ]
+    except (RuntimeError, IndexError, AttributeError, pickle.UnpicklingError):
+        names = []
+    return " and ".join(names) or record
+
+
+@contextmanager
+def explained(path: Any) -> Iterator[None]:
+    """Errors of torch.load name the file.
+
+    Raises:
+        CheckpointError: If torch.save did not write the file.
+        UnpicklingError: If there is more in it than ``weights_only`` allows.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        if zipfile.is_zipfile(path):
+            raise pickle.UnpicklingError(f"In {str(path)!r}: {error}") from None
+        raise _foreign(path, error) from error
+    except (RuntimeError, EOFError, LookupError, ValueError, UnicodeError) as error:
+        raise _foreign(path, error) from error
+
+
+def _foreign(path: Any, error: BaseException) -> CheckpointError:
+    with open(path, "rb") as file:
+        start = file.read(8)
+    return CheckpointError(
+        f"{str(path)!r} must be a file that torch.save wrote, but begins with {start!r} and cannot "
+        f"be read as one ({first_line(error)}). Give the path of a checkpoint."
+    )
+
+
+def check_lightning(loaded: Any, path: Any) -> None:
+    """Refuses what Lightning did not write.
+
+    Raises:
+        CheckpointError: If it is no dict with Lightning's version.
+    """
+    if isinstance(loaded, dict) and "pytorch-lightning_version" in loaded:
+        return
+    has = f"has the keys {list(loaded)[:5]}" if isinstance(loaded, dict) else "is none"
+    raise CheckpointError(
+        f"{str(path)!r} must be a checkpoint of Lightning, a dict with 'state_dict' and "
+        f"'pytorch-lightning_version', but {has}. Weights alone are read by "
+        f"PipelineStrategy(weights={Path(path).name!r})."
+    )
+
+
+def first_line(error: BaseException | None) -> str:
+    """An error's class and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

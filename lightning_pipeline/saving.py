@@ -18,6 +18,7 @@ from lightning_pipeline.materialising import is_unplaced
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.splitting import is_elsewhere
 from lightning_pipeline.weights import copied
+from lightning_pipeline.whereabouts import Position
 
 
 class SavingStrategy(FailingStrategy):
@@ -29,6 +30,11 @@ class SavingStrategy(FailingStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._waiting: list[tuple[Optimizer, Mapping[str, Any]]] = []
+
+    @property
+    @override
+    def _position(self) -> Position | None:
+        return None if self._pipeline is None else self._pipeline.engine.position
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -157,9 +157,8 @@ class FailingStrategy(AxesStrategy):
             if watch is not None:
                 watch.say("stall", str(error))
             return error
-        shorten(error)
         if watch is not None:
-            trace = "".join(traceback.format_exception(error))
+            trace = _shortened(error)
             kind = traceback.format_exception_only(type(error), error)[-1].strip()
             watch.say("error", f"Rank {self.global_rank} failed {self._place()}: {kind}\n{trace}")
         return error
@@ -290,6 +289,15 @@ def shorten(error: BaseException) -> None:
     error.__traceback__ = trace  # a bare raise goes on with it, from Python 3.11 on
     if isinstance(error, SplitError) and error.location is not None:
         error.__cause__, error.__suppress_context__ = None, True
+
+
+def _shortened(error: BaseException) -> str:
+    """The text of an error that goes on as it is."""
+    kept = error.__traceback__, error.__cause__, error.__suppress_context__
+    shorten(error)
+    text = "".join(traceback.format_exception(error))
+    error.__traceback__, error.__cause__, error.__suppress_context__ = kept
+    return text
 
 
 def _say_no_more_of(error: BaseException) -> None:

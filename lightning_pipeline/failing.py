@@ -19,20 +19,16 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
 from lightning_pipeline.errors import PipelineError, SplitError
-from lightning_pipeline.launching import (
-    ProcessLauncher,
-    ScriptLauncher,
-    hear_sigterm,
-    note_sigterm,
-)
+from lightning_pipeline.launching import ProcessLauncher, ScriptLauncher, hear_sigterm
 from lightning_pipeline.lines import Word
+from lightning_pipeline.mesh import control_device
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.splitting.torch_private import default_store
 from lightning_pipeline.watch import Watch, connect
@@ -70,6 +66,7 @@ class FailingStrategy(AxesStrategy):
 
     _watch: Watch | None = None
     _lost: BaseException | None = None
+    _asked = False
     plan: Plan | None = None
 
     @override
@@ -84,7 +81,7 @@ class FailingStrategy(AxesStrategy):
     def _begin(self) -> None:
         """A run begins; all ranks are there."""
         FailingStrategy._num_runs += 1
-        self._failed = self._reported = False
+        self._failed = self._reported = self._asked = False
         self._lost = None
         self._num_votes = 0
         assert self.cluster_environment is not None
@@ -104,9 +101,16 @@ class FailingStrategy(AxesStrategy):
         return 0 if position is None else position.count
 
     def _note_sigterm(self, *signal: Any) -> None:
-        """A rank was sent SIGTERM: all stop behind the same batch, as Lightning lets them."""
-        if self.lightning_module is not None:
-            note_sigterm(self.lightning_module.trainer)
+        """A rank was sent SIGTERM, this one or another."""
+        self._asked = True
+
+    def must_stop(self) -> bool:
+        """Whether all ranks stop before the next batch: rank 0 decides."""
+        assert self.lightning_module is not None
+        asked = self._asked or self.lightning_module.trainer.received_sigterm
+        word = torch.full((), int(asked), device=control_device(None, self.root_device))
+        dist.broadcast(word, 0)
+        return bool(word)
 
     @property
     def _position(self) -> Position | None:
@@ -122,8 +126,15 @@ class FailingStrategy(AxesStrategy):
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Notes a failure inside of a step: the ranks are at different places."""
+        """Notes a failure inside of a step, where ranks are at different places.
+
+        A run that does not train, so has nothing to save, stops here if a rank was sent SIGTERM.
+        """
         try:
+            module = self.lightning_module
+            fn = None if module is None else module.trainer.state.fn
+            if self._asked and fn != TrainerFn.FITTING:
+                raise SIGTERMException
             yield
         except BaseException:
             self._failed = True
@@ -175,11 +186,12 @@ class FailingStrategy(AxesStrategy):
         return f"{own}, because of this:\n{cause.text}"
 
     def _stalled(self, text: str) -> str:
+        place = self._place()
+        what = place if place.startswith("waiting") else f"waiting for other ranks {place}"
         return (
-            f"Rank {self.global_rank} was {self._place()}, for longer than timeout="
-            f"{self._timeout} of the strategy, in which that rank did not come to it ({text}). "
-            "Where each rank is stands in its output. If it is only slow there, set a longer "
-            "PipelineStrategy(timeout=timedelta(hours=1))."
+            f"Rank {self.global_rank} was {what}, for longer than timeout={self._timeout} of the "
+            f"strategy allows ({text}). Where each rank is stands in its output. If one is only "
+            "slow, set a longer PipelineStrategy(timeout=timedelta(hours=1))."
         )
 
     @override

@@ -112,8 +112,3 @@ def hear_sigterm(trainer: pl.Trainer, handler: Callable[..., None]) -> None:
     step, and tells no other rank than its children.
     """
     trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = handler
-
-
-def note_sigterm(trainer: pl.Trainer) -> None:
-    """Lets the Trainer stop as if it had been sent SIGTERM itself."""
-    trainer._signal_connector.received_sigterm = True

@@ -105,14 +105,15 @@ class Watch(threading.Thread):
         self._bell.ring()
 
     def cause(self, patience: float = PATIENCE) -> Word | None:
-        """Why this rank cannot go on: what another one has said first.
+        """Why this rank cannot go on: what another one has said first, or what it was sent.
 
         Args:
             patience: Seconds that the word of it may take to come.
         """
 
         def first() -> Word | None:
-            words = [w for w in self._failures() if w.rank != self.rank and w.kind != "lost"]
+            words = [w for w in self._failures() if w.kind != "lost"]
+            words = [w for w in words if w.rank != self.rank or w.kind == "signal"]
             return min(words, key=lambda w: w.kind == "left", default=None)
 
         with self._changed:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from lightning_pipeline.actions import Action
 from lightning_pipeline.activities import Activity, Observer, Wait
 from lightning_pipeline.lowering import Transfer
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.names import condense_names
 from lightning_pipeline.plan import Plan
 
 _DOES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _CARRIES = {"F": "values", "B": "gradients"}
-_MOST_NAMES = 6  # of a stage
+_WIDTH = 100  # of the names of a stage
 
 
 class Position:
@@ -51,8 +54,8 @@ def describe(activity: Activity | None, mesh: Mesh, plan: Plan | None) -> str:
 
     def stage(index: int) -> str:
         modules = plan.stages[index].modules if plan is not None else ()
-        shown = [*modules[:_MOST_NAMES], *(["..."] if len(modules) > _MOST_NAMES else [])]
-        return f"stage {index}" + (f" ({', '.join(shown)})" if shown else "")
+        names = textwrap.shorten(condense_names(modules), _WIDTH, placeholder=" ...")
+        return f"stage {index}" + (f" ({names})" if modules else "")
 
     def global_rank(index: int) -> int:
         per_rank = mesh.stages_per_rank
@@ -76,5 +79,5 @@ def describe(activity: Activity | None, mesh: Mesh, plan: Plan | None) -> str:
     if isinstance(activity, Wait):
         return "waiting for the word of all ranks that they begin with the same batch"
     if activity is None:
-        return f"outside of a pass over its stages, {held}"
+        return f"between two passes over {held}"
     return f"at the end of a pass over {held}, what it sent is not taken yet"

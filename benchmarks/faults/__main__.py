@@ -44,7 +44,8 @@ FAULTS = {
 """What happens, as `script.py` names it, and on which rank."""
 
 DEADLINE = 60.0
-_TELLS = re.compile(r"(Rank \d+ (failed|was|is gone)|\w*(Error|Exception|Interrupt)\b:?|SIGTERM)")
+_CAUSE = re.compile(r"Rank \d+ .*(failed|was sent|is gone|was waiting)")
+_ERROR = re.compile(r"\w*(Error|Exception|Interrupt)\b(: |$)")
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,10 @@ def shared_memory() -> set[str]:
 
 
 def first_line(text: str) -> str:
-    """The first line of an output that tells what has happened."""
-    lines = (line.strip() for line in text.splitlines())
-    return next((line for line in lines if _TELLS.search(line)), "")
+    """The first line of an output that names the rank and its failure, or else the error."""
+    lines = [re.sub(r"^\[rank ?\d+\]:? ", "", line).strip() for line in text.splitlines()]
+    found = (line for pattern in (_CAUSE, _ERROR) for line in lines if pattern.search(line))
+    return next(found, "")
 
 
 def table(rows: Sequence[tuple[str, str, str, End]]) -> str:

@@ -127,24 +127,28 @@ def ended(script: Script, ranks: int = 2, replicas: int = 1, **arguments: Any) -
     return text
 
 
+INTERRUPTED = r"was sent SIGINT|failed between .*: KeyboardInterrupt"
 MISTAKE = r"ValueError: my own mistake"
 CASES = {
     "layer": (
         fails(partial(Fails, ValueError, 0)),
-        rf"Rank 1 failed in the forward of stage 0 \(.*net\.0.*\), microbatch 0: {MISTAKE}",
+        rf"Rank \d failed in the forward of stage 0 \(.*net\.0.*\), microbatch 0: {MISTAKE}",
     ),
     "memory": (
         fails(partial(Fails, torch.OutOfMemoryError, 0)),
-        r"Rank 1 failed in the forward of stage 0 .*OutOfMemoryError: my own mistake",
+        r"Rank \d failed in the forward of stage 0 .*OutOfMemoryError: my own mistake",
     ),
-    "memory of the host": (fails(partial(Fails, MemoryError, 0)), r"Rank 1 failed .*MemoryError"),
-    "hook": (fails(Perceptron, Happens(1, mistake)), rf"Rank 1 failed outside .*: {MISTAKE}"),
-    "worker": (fails(Perceptron, script=Reads), rf"Rank 1 failed outside .*: {MISTAKE}"),
+    "memory of the host": (fails(partial(Fails, MemoryError, 0)), r"Rank \d failed .*MemoryError"),
+    "hook": (fails(Perceptron, Happens(1, mistake)), rf"Rank 1 failed between .*: {MISTAKE}"),
+    "worker": (
+        fails(Perceptron, script=Reads),
+        rf"Rank 1 failed between .*DataLoader worker process 0.*{MISTAKE}",
+    ),
     "SIGKILL": (
         fails(Perceptron, Happens(1, partial(send, signal.SIGKILL))),
         r"Rank 1 \(process \d+ on .*\) is gone without a word",
     ),
-    "SIGINT": (fails(Perceptron, Happens(1, partial(send, signal.SIGINT))), r"was sent SIGINT"),
+    "SIGINT": (fails(Perceptron, Happens(1, partial(send, signal.SIGINT))), INTERRUPTED),
 }
 
 
@@ -164,13 +168,13 @@ def test_rank_0_tells_of_the_failure_of_another(case, layout):
 def test_a_failure_of_rank_0_ends_all(kind, layout):
     script, told = {
         "loss": (fails(FailsInLoss), rf"Rank 0 failed in the forward of stage 1 .*: {MISTAKE}"),
-        "hook": (fails(Perceptron, Happens(0, mistake)), rf"Rank 0 failed outside .*: {MISTAKE}"),
+        "hook": (fails(Perceptron, Happens(0, mistake)), rf"Rank 0 failed between .*: {MISTAKE}"),
         "saving": (fails(Perceptron, Saves(0, save)), r"Rank 0 failed .*mistake\(\)"),
         "SIGKILL": (
             fails(Perceptron, Happens(0, partial(send, signal.SIGKILL))),
             r"Rank 0 .*is gone without a word",
         ),
-        "SIGINT": (fails(Perceptron, Happens(0, partial(send, signal.SIGINT))), "was sent SIGINT"),
+        "SIGINT": (fails(Perceptron, Happens(0, partial(send, signal.SIGINT))), INTERRUPTED),
     }[kind]
     text = ended(script, *layout)
     assert re.search(told, text, re.DOTALL), text
@@ -193,17 +197,28 @@ def test_a_rank_that_sits_still_is_ended(failing_rank, capfd):
     assert "exit codes by rank: [1, 1]" in text and MISTAKE in text
     said = capfd.readouterr().err
     assert f"[rank {other}] is ended" in said and re.search(r"in sleep\n", said)
-    assert re.search(rf"Rank {failing_rank} failed outside .*{MISTAKE}", said)
+    assert re.search(rf"Rank {failing_rank} failed between .*{MISTAKE}", said)
+
+
+class Sleeps(Fails):
+    """The ranks that hold the first stage sit still in it."""
+
+    def fail(self, *args: Any) -> None:
+        if self.trainer.fit_loop.total_batch_idx == 1 and self.trainer.global_step:
+            time.sleep(100)
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=str)
 def test_a_rank_that_waits_too_long_says_for_what(layout, capfd):
-    script = fails(Perceptron, Happens(layout[1], sleep))
+    script = fails(partial(Sleeps, ValueError, 0))
     text = ended(script, *layout, timeout=timedelta(seconds=2))
-    told = r"Rank 0 was waiting for .*, for longer than timeout=0:00:02 of the strategy"
+    told = (
+        r"Rank [01] was waiting for the values of microbatch 0 for stage 1 \(net.*\) "
+        "from rank [1-3], for longer than timeout=0:00:02 of the strategy"
+    )
     assert re.search(told, text, re.DOTALL), text
     said = capfd.readouterr().err
-    assert f"[rank {layout[1]}] is ended" in said and re.search(r"in sleep\n", said)
+    assert f"[rank {layout[1]}] is ended" in said and re.search(r"in fail\n", said)
 
 
 class Asleep(Happens):
@@ -234,7 +249,7 @@ class InTurn(Impatient):
 
 def test_a_later_run_is_watched_too():
     text = ended(fails(Perceptron, Happens(1, mistake), script=InTurn))
-    assert re.search(rf"Rank 1 failed outside .*: {MISTAKE}", text)
+    assert re.search(rf"Rank 1 failed between .*: {MISTAKE}", text)
 
 
 class Leaves(Impatient):

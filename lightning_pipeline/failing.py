@@ -100,6 +100,10 @@ class FailingStrategy(AxesStrategy):
         position = self._position
         return 0 if position is None else position.count
 
+    @property
+    def _is_broken(self) -> bool:
+        return self._watch is not None and self._watch.is_broken
+
     def _note_sigterm(self, *signal: Any) -> None:
         """A rank was sent SIGTERM, this one or another."""
         self._asked = True
@@ -136,6 +140,8 @@ class FailingStrategy(AxesStrategy):
             if self._asked and fn != TrainerFn.FITTING:
                 raise SIGTERMException
             yield
+            if self._is_broken:  # NCCL says nothing of it
+                raise RuntimeError("what the step waited for was broken off")
         except BaseException:
             self._failed = True
             raise
@@ -155,7 +161,7 @@ class FailingStrategy(AxesStrategy):
         if isinstance(error, SIGTERMException):
             error.code = _SIGTERM_CODE
         text, watch = str(error), self._watch
-        if isinstance(error, RuntimeError) and _LOST_PEER.search(text):
+        if isinstance(error, RuntimeError) and (self._is_broken or _LOST_PEER.search(text)):
             self._failed, cause = True, None
             if watch is not None:
                 watch.say("lost")
@@ -218,6 +224,7 @@ class FailingStrategy(AxesStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self._failed = self._failed or self._is_broken
         if trainer.state.status == TrainerStatus.INTERRUPTED and not self._reported:
             place = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
             self._failed = self._failed or not self._are_together(place)

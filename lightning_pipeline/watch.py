@@ -47,7 +47,9 @@ class Watch(threading.Thread):
         line: On the others, the connection to rank 0.
 
     Attributes:
-        run: Number of the run; 0 before the first.
+        run_number: Number of the run; 0 before the first.
+        is_broken: Whether what this rank waited for in the run was broken off: what has come of it
+            is worth nothing.
         moves: Gives a number that grows while this rank works.
         on_failure: Is called when the first failure of a run is heard of.
         on_sigterm: Is called when a rank was asked to end; the run then goes on to where all ranks
@@ -67,7 +69,7 @@ class Watch(threading.Thread):
         self._changed = threading.Condition()
         self._words: list[Word] = []
         self._ended: dict[int, int] = {}
-        self._running = self._broken = self._noticed = False
+        self.is_broken = self._running = self._noticed = False
         self._since: float | None = None
         self._moved = 0
         self._selector.register(self._bell.end, selectors.EVENT_READ, self._hear_bell)
@@ -83,7 +85,7 @@ class Watch(threading.Thread):
         """A run begins."""
         with self._changed:
             self.run_number, self._running = run, True
-            self._broken = self._noticed = False
+            self.is_broken = self._noticed = False
             self._since = None
             self._words = [w for w in self._words if w.run >= run or w.kind == "left"]
         self._bell.listen()
@@ -196,8 +198,8 @@ class Watch(threading.Thread):
         waited = now - self._since
         if waited > LIMIT:
             self._end_process(failures)
-        elif waited > GRACE and not self._broken and (apart or self.rank not in raised):
-            self._broken = True
+        elif waited > GRACE and not self.is_broken and (apart or self.rank not in raised):
+            self.is_broken = True
             break_off()
 
     def _notice(self, failures: list[Word], asked: bool) -> None:
@@ -274,21 +276,29 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def break_off() -> None:
-    """Makes every collective and message of this process fail that waits for another rank.
+    """Ends every wait of this process for another rank, in collectives and messages.
 
-    Gloo closes all connections of a group if one of its messages has timed out. NCCL's way is to
-    abort the communicator, which ends its kernels too.
+    Gloo fails what is under way in a group when one of its messages has timed out. NCCL's
+    communicators are aborted, all in one group of calls, so that none waits for another
+    (pytorch issue 119797); what was under way then returns without an error, and without a result.
     """
+    aborted: list[Any] = []
     for group in process_groups():
         for device in group._device_types:
             with contextlib.suppress(Exception):
                 backend: Any = group._get_backend(device)
-                if "gloo" not in backend.name():
-                    backend.abort()
+                if backend.name() == "nccl":
+                    aborted.append(backend)
                     continue
                 peer = (group.rank() + 1) % group.size()
                 probe = backend.recv([torch.empty(1)], peer, _PROBE)
                 probe.wait(timedelta(milliseconds=1))
+    with contextlib.suppress(Exception):
+        if aborted:
+            aborted[0]._group_start()
+            for backend in aborted:
+                backend.abort()
+            aborted[0]._group_end()
 
 
 def stacks() -> str:

@@ -3,13 +3,16 @@
     python -m benchmarks.faults [--faults forward,loss] [--launchers popen,torchrun] [--write]
 
 Each line is a run of `benchmarks/faults/script.py` in which something goes wrong in the third
-batch. Seconds go from that moment to the end of the last process that the run has started. With
-`--write` the table goes into `docs/faults.md`, between its markers.
+batch. Seconds go from that moment to the end of the last process that the run has started. What
+each run said, and the figures, are kept in the folder `--output`; with `--write` the table of all
+that it has goes into `docs/faults.md`, between its markers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import re
 import signal
@@ -18,9 +21,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("popen", "spawn", "fork", "torchrun")
@@ -150,18 +154,20 @@ def first_line(text: str) -> str:
     return next(found, "")
 
 
-def table(rows: Sequence[tuple[str, str, str, End]]) -> str:
-    """The rows in Markdown."""
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The rows in Markdown, in the order of `FAULTS` and `LAUNCHERS`."""
     lines = [
         "| what happens | ranks | launcher | seconds until all are gone | exit code | first line |",
         "|---|---|---|---|---|---|",
     ]
-    for name, layout, launcher, end in rows:
-        said = end.said.replace("|", "\\|")
+    for name, launcher, layout in itertools.product(FAULTS, LAUNCHERS, ("2x1", "2x2")):
+        row = rows.get(f"{layout} {launcher} {name}")
+        if row is None:
+            continue
+        said = row["said"].replace("|", "\\|")
         said = said if len(said) <= 110 else said[:107] + "..."
-        lines.append(
-            f"| {name} | {layout} | {launcher} | {end.seconds:.1f} | {end.code} | `{said}` |"
-        )
+        figures = f"{row['seconds']:.1f} | {row['code']}"
+        lines.append(f"| {name} | {layout} | {launcher} | {figures} | `{said}` |")
     return "\n".join(lines)
 
 
@@ -180,23 +186,22 @@ def main() -> None:
     parser.add_argument("--launchers", default=",".join(LAUNCHERS))
     parser.add_argument("--layouts", default="2x1,2x2", help="ranks of a pipeline x replicas")
     parser.add_argument("--write", action="store_true", help="into docs/faults.md")
-    parser.add_argument("--output", type=Path, help="folder for what each run said")
+    parser.add_argument("--output", type=Path, default=Path("outputs/faults"))
     args = parser.parse_args()
-    rows = []
-    for layout in args.layouts.split(","):
-        ranks, replicas = map(int, layout.split("x"))
-        for name, (kind, rank) in FAULTS.items():
-            for launcher in args.launchers.split(","):
-                if args.faults and kind not in args.faults.split(","):
-                    continue
-                end = run(kind, rank, launcher, ranks, replicas)
-                rows.append((name, f"{ranks} x {replicas}", launcher, end))
-                print(f"{rows[-1][:3]} {end.seconds:.1f} s, {end.code}, {end.said[:150]}", end.left)
-                sys.stdout.flush()
-                if args.output is not None:
-                    args.output.mkdir(parents=True, exist_ok=True)
-                    file = f"{layout}-{launcher}-{kind}-{rank}.txt"
-                    (args.output / file).write_text(end.output)
+    args.output.mkdir(parents=True, exist_ok=True)
+    figures = args.output / "figures.json"
+    rows = json.loads(figures.read_text()) if figures.exists() else {}
+    for layout, name in itertools.product(args.layouts.split(","), FAULTS):
+        kind, rank = FAULTS[name]
+        if args.faults and kind not in args.faults.split(","):
+            continue
+        for launcher in args.launchers.split(","):
+            end = run(kind, rank, launcher, *map(int, layout.split("x")))
+            row = {"seconds": end.seconds, "code": end.code, "said": end.said, "left": end.left}
+            rows[f"{layout} {launcher} {name}"] = row
+            figures.write_text(json.dumps(rows, indent=1))
+            (args.output / f"{layout}-{launcher}-{kind}-{rank}.txt").write_text(end.output)
+            print(layout, launcher, name, row, flush=True)
     if args.write:
         write(ROOT / "docs/faults.md", table(rows))
 

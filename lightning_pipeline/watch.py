@@ -293,12 +293,11 @@ def break_off() -> None:
                 peer = (group.rank() + 1) % group.size()
                 probe = backend.recv([torch.empty(1)], peer, _PROBE)
                 probe.wait(timedelta(milliseconds=1))
-    with contextlib.suppress(Exception):
-        if aborted:
-            aborted[0]._group_start()
-            for backend in aborted:
-                backend.abort()
-            aborted[0]._group_end()
+    if aborted:
+        calls = [aborted[0]._group_start, *(b.abort for b in aborted), aborted[0]._group_end]
+        for do in calls:
+            with contextlib.suppress(Exception):
+                do()
 
 
 def stacks() -> str:

@@ -174,10 +174,13 @@ class FailingStrategy(AxesStrategy):
             if watch is not None:
                 watch.say("stall", str(error))
             return error
+        head = f"Rank {self.global_rank} failed {self._place()}"
         if watch is not None:
             trace = _shortened(error)
             kind = traceback.format_exception_only(type(error), error)[-1].strip()
-            watch.say("error", f"Rank {self.global_rank} failed {self._place()}: {kind}\n{trace}")
+            watch.say("error", f"{head}: {kind}\n{trace}")
+        if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"{head}.")
         return error
 
     def through(self) -> None:

@@ -42,14 +42,14 @@ FAULTS = {
     "SIGTERM of rank 0": ("signal:SIGTERM", 0),
     "SIGINT of rank 1": ("signal:SIGINT", 1),
     "SIGINT of rank 0": ("signal:SIGINT", 0),
-    "rank 1 sits still, timeout=5 s": ("stall", 1),
+    "rank 1 sits still, timeout=10 s": ("stall", 1),
     "SIGTERM of rank 0, which waits for one that sits still": ("stuck", 0),
 }
 """What happens, as `script.py` names it, and on which rank."""
 
 DEADLINE = 60.0
 _CAUSE = re.compile(r"Rank \d+ .*(failed|was sent|is gone|was waiting)")
-_ERROR = re.compile(r"\w*(Error|Exception|Interrupt)\b(: |$)")
+_ERROR = re.compile(r"\w*(Error|Exception)\b(: |$)|Detected KeyboardInterrupt")
 
 
 @dataclass(frozen=True)

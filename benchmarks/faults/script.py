@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     fault = Fault(args.kind, args.rank, args.folder)
-    timeout = timedelta(seconds=5 if args.kind == "stall" else 1800)
+    timeout = timedelta(seconds=10 if args.kind == "stall" else 1800)
     strategy = PipelineStrategy(
         args.ranks, args.replicas, num_microbatches=4, start_method=args.start, timeout=timeout
     )

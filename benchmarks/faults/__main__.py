@@ -11,6 +11,7 @@ that it has goes into `docs/faults.md`, between its markers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -109,7 +110,10 @@ def run(kind: str, rank: int, launcher: str, ranks: int = 2, replicas: int = 1) 
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        gone = wait(process, mark, Path(folder, "moment"))
+        try:
+            gone = wait(process, mark, Path(folder, "moment"))
+        finally:
+            kill(mark)
         text = output.read_text()
     left = shared_memory() - before
     if left:
@@ -125,12 +129,18 @@ def wait(process: subprocess.Popen[bytes], mark: str, moment: Path) -> float:
         if moment.exists():
             end = min(end, float(moment.read_text() or time.time()) + DEADLINE)
         if time.time() > end:
-            for pid in processes(mark):
-                os.kill(pid, signal.SIGKILL)
+            kill(mark)
             process.wait()
             return float("inf")
         time.sleep(0.05)
     return time.time() - float(moment.read_text()) if moment.exists() else float("nan")
+
+
+def kill(mark: str) -> None:
+    """Ends what is left of a run."""
+    for pid in processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes(mark: str) -> list[int]:
@@ -192,6 +202,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/faults"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # such that no run is left behind
     figures = args.output / "figures.json"
     rows = json.loads(figures.read_text()) if figures.exists() else {}
     for layout, name in itertools.product(args.layouts.split(","), FAULTS):

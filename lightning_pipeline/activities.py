@@ -39,10 +39,6 @@ Mark: TypeAlias = tuple[float, Activity]
 """A moment on the rank's monotonic clock, in seconds, and what it did from then on."""
 
 
-def nobody(activity: Activity) -> None:
-    """An observer that forgets what it is told."""
-
-
 class Recorder:
     """Notes what the rank does, by the host's monotonic clock."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline.actions import Action, action_lists
-from lightning_pipeline.activities import Observer, Wait, nobody
+from lightning_pipeline.activities import Observer, Wait
 from lightning_pipeline.arrivals import Arrivals
 from lightning_pipeline.backward import (
     Deferred,
@@ -29,6 +29,7 @@ from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.splitting.cost import default_rates
 from lightning_pipeline.steps import TensorMeta
 from lightning_pipeline.threads import calm_gloo
+from lightning_pipeline.whereabouts import Position
 from lightning_pipeline.wire import Parcel, Wire
 from lightning_pipeline.work import Work
 
@@ -95,6 +96,7 @@ class Engine:
 
     Attributes:
         observer: Is told what training passes do from now on; ``None``: nobody is.
+        position: What the rank does at the moment.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Engine:
         self._wire = Wire(mesh.pipeline_group)
         self._hooked: set[int] = set()
         self.observer: Observer | None = None
+        self.position = Position()
 
     def run(self, work: Work) -> None:
         """Runs all microbatches of ``work`` forward, and backward if it trains.
@@ -116,10 +119,11 @@ class Engine:
         """
         key = (work.trains, work.num_microbatches, work.key)
         order = self._orders.get(key, lambda: self._build(work))
-        this = _Pass(order, work, self._wire, self._num_stages, self._device, self._hooked)
+        tell: Observer = self.position.note
         if self.observer is not None and work.trains:
-            this.tell = self.observer
-        this.run()
+            tell = self.position.also(self.observer)
+        _Pass(order, work, self._wire, self._num_stages, self._device, self._hooked, tell).run()
+        self.position.activity = None  # it keeps the place of an error
 
     def clear(self) -> None:
         """Forgets all orders."""
@@ -168,12 +172,8 @@ class _Pass:
         num_stages: Number of stages of the pipeline.
         device: The rank's device.
         hooked: Stages whose forward has registered hooks, to be added to.
-
-    Attributes:
         tell: Is told what the pass does from now on.
     """
-
-    tell: Observer = staticmethod(nobody)
 
     def __init__(
         self,
@@ -183,9 +183,10 @@ class _Pass:
         num_stages: int,
         device: torch.device,
         hooked: set[int],
+        tell: Observer,
     ) -> None:
         self._order, self._work, self._wire = order, work, wire
-        self._hooked = hooked
+        self._hooked, self.tell = hooked, tell
         self._num_stages, self._device = num_stages, device
         self._frames: dict[tuple[int, int], _Frame] = {}
         # tensors for a stage of this rank, made here or on their way

@@ -6,6 +6,7 @@ import contextlib
 import linecache
 import os
 import re
+import socket
 import sys
 import traceback
 import warnings
@@ -18,15 +19,22 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
 from lightning_pipeline.errors import PipelineError, SplitError
+from lightning_pipeline.launching import ProcessLauncher, ScriptLauncher, hear_sigterm
+from lightning_pipeline.lines import Word
+from lightning_pipeline.mesh import control_device
+from lightning_pipeline.plan import Plan
 from lightning_pipeline.splitting.torch_private import default_store
+from lightning_pipeline.watch import Watch, connect
+from lightning_pipeline.whereabouts import Position, describe
 
-PATIENCE = timedelta(seconds=10)
+PATIENCE = timedelta(seconds=5)
 """How long a rank that was interrupted waits for the others to be interrupted too."""
 
 _OURS, *_OTHERS = (
@@ -34,7 +42,14 @@ _OURS, *_OTHERS = (
 )
 _LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
 
-_LOST_PEER = re.compile("connection (closed|reset) by peer", re.IGNORECASE)
+_LOST_PEER = re.compile(
+    "connection (closed|reset) by peer|caused pair closure|broken pipe|connection refused"
+    "|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
+_SIGTERM_CODE = 128 + 15
+"""What a shell says of a process that SIGTERM has ended."""
 
 
 class FailingStrategy(AxesStrategy):
@@ -49,25 +64,144 @@ class FailingStrategy(AxesStrategy):
     _num_runs = 0  # of the process, whose store keeps what was voted
     _num_votes = 0
 
+    _watch: Watch | None = None
+    _lost: BaseException | None = None
+    _asked = False
+    plan: Plan | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        sizes = self.num_processes, self.num_nodes
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self, self.cluster_environment, *sizes)
+        else:
+            self._launcher = ProcessLauncher(self, start_method=self._start_method)
+
     def _begin(self) -> None:
         """A run begins; all ranks are there."""
         FailingStrategy._num_runs += 1
-        self._failed = self._reported = False
+        self._failed = self._reported = self._asked = False
+        self._lost = None
         self._num_votes = 0
+        assert self.cluster_environment is not None
+        names = [self.cluster_environment.main_address, socket.gethostname()]
+        self._watch = watch = connect(names)
+        if watch is not None:
+            launcher = self._launcher
+            if isinstance(launcher, ScriptLauncher):
+                watch.on_failure, watch.last_resort = launcher.stop_observer, launcher.end_children
+            watch.moves, watch.on_sigterm = self._moves, self._note_sigterm
+            if self.lightning_module is not None:
+                hear_sigterm(self.lightning_module.trainer, self._note_sigterm)
+            watch.begin(FailingStrategy._num_runs)
+
+    def _moves(self) -> int:
+        position = self._position
+        return 0 if position is None else position.count
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._watch is not None and self._watch.is_broken
+
+    def _note_sigterm(self, *signal: Any) -> None:
+        """A rank was sent SIGTERM, this one or another."""
+        self._asked = True
+
+    def must_stop(self) -> bool:
+        """Whether all ranks stop before the next batch: rank 0 decides."""
+        assert self.lightning_module is not None
+        asked = self._asked or self.lightning_module.trainer.received_sigterm
+        word = torch.full((), int(asked), device=control_device(None, self.root_device))
+        dist.broadcast(word, 0)
+        return bool(word)
+
+    @property
+    def _position(self) -> Position | None:
+        """What this rank does, once its engine is there."""
+        return None
+
+    def _place(self) -> str:
+        """Where this rank is, in words."""
+        position = self._position
+        if self._mesh is None:
+            return "before its stages were made"
+        return describe(None if position is None else position.activity, self.mesh, self.plan)
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Notes a failure before callbacks hear of it: none may wait for other ranks any more."""
+        """Notes a failure inside of a step, where ranks are at different places.
+
+        A run that does not train, so has nothing to save, stops here if a rank was sent SIGTERM.
+        """
         try:
+            module = self.lightning_module
+            fn = None if module is None else module.trainer.state.fn
+            if self._asked and fn != TrainerFn.FITTING:
+                raise SIGTERMException
             yield
-        except BaseException as error:
+            if self._is_broken:  # NCCL says nothing of it
+                raise RuntimeError("what the step waited for was broken off")
+        except BaseException:
             self._failed = True
-            if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-                raise PipelineError(
-                    f"Rank {self.global_rank} lost its connection to another rank, which has "
-                    "failed or was ended. That rank's own error is in its output."
-                ) from None
             raise
+
+    def told(self, error: BaseException) -> BaseException:
+        """Notes an error that ends the run on this rank, and tells the others.
+
+        It comes before callbacks hear of the error: none may wait for other ranks any more that
+        are not on their way to the same end.
+
+        Args:
+            error: The error.
+
+        Returns:
+            What to raise: the error, or the other rank's if it is only a consequence.
+        """
+        if isinstance(error, SIGTERMException):
+            error.code = _SIGTERM_CODE
+        text, watch = str(error), self._watch
+        if isinstance(error, RuntimeError) and (self._is_broken or _LOST_PEER.search(text)):
+            self._failed, cause = True, None
+            if watch is not None:
+                watch.say("lost")
+                cause = watch.cause()
+            self._lost = PipelineError(self._consequence(cause))
+            return self._lost
+        if isinstance(error, RuntimeError) and dist.is_initialized() and _TIMED_OUT.search(text):
+            self._failed = True
+            error = PipelineError(self._stalled(text))
+            if watch is not None:
+                watch.say("stall", str(error))
+            return error
+        head = f"Rank {self.global_rank} failed {self._place()}"
+        if watch is not None:
+            trace = _shortened(error)
+            kind = traceback.format_exception_only(type(error), error)[-1].strip()
+            watch.say("error", f"{head}: {kind}\n{trace}")
+        if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"{head}.")
+        return error
+
+    def through(self) -> None:
+        """This rank is through with the run, in whatever way: nothing ends its process now."""
+        if self._watch is not None:
+            self._watch.end()
+
+    def _consequence(self, cause: Word | None) -> str:
+        own = f"Rank {self.global_rank} lost its connection to another rank"
+        if cause is None:
+            return f"{own}, which has failed or was ended. That rank's own error is in its output."
+        return f"{own}, because of this:\n{cause.text}"
+
+    def _stalled(self, text: str) -> str:
+        place = self._place()
+        what = place if place.startswith("waiting") else f"waiting for other ranks {place}"
+        return (
+            f"Rank {self.global_rank} was {what}, for longer than timeout={self._timeout} of the "
+            f"strategy allows ({text}). Where each rank is stands in its output. If one is only "
+            "slow, set a longer PipelineStrategy(timeout=timedelta(hours=1))."
+        )
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +227,7 @@ class FailingStrategy(AxesStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self._failed = self._failed or self._is_broken
         if trainer.state.status == TrainerStatus.INTERRUPTED and not self._reported:
             place = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
             self._failed = self._failed or not self._are_together(place)
@@ -148,6 +283,8 @@ class FailingStrategy(AxesStrategy):
         if not isinstance(exception, KeyboardInterrupt) and not self.is_global_zero:
             # At once: rank 0 may end this process before it gets to say it at its end.
             text = "".join(traceback.format_exception(exception))
+            if exception is self._lost:  # rank 0 tells all of it
+                text = str(exception).partition("\nTraceback")[0] + "\n"
             sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
             sys.stderr.flush()
             _say_no_more_of(exception)
@@ -174,6 +311,15 @@ def shorten(error: BaseException) -> None:
     error.__traceback__ = trace  # a bare raise goes on with it, from Python 3.11 on
     if isinstance(error, SplitError) and error.location is not None:
         error.__cause__, error.__suppress_context__ = None, True
+
+
+def _shortened(error: BaseException) -> str:
+    """The text of an error that goes on as it is."""
+    kept = error.__traceback__, error.__cause__, error.__suppress_context__
+    shorten(error)
+    text = "".join(traceback.format_exception(error))
+    error.__traceback__, error.__cause__, error.__suppress_context__ = kept
+    return text
 
 
 def _say_no_more_of(error: BaseException) -> None:

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipeline import transfers
 from lightning_pipeline.mesh import MeshSizes
 from lightning_pipeline.splitting import is_elsewhere, state_items
 
@@ -43,8 +42,7 @@ def decide_together(trainer: Trainer) -> None:
         trainer: The Trainer, with its strategy set up.
     """
     _validate_together(trainer)
-    if not transfers.is_host(trainer.strategy.root_device):
-        _stop_together(trainer)
+    _stop_together(trainer)
 
 
 def _validate_together(trainer: Trainer) -> None:
@@ -64,13 +62,14 @@ def _validate_together(trainer: Trainer) -> None:
 
 
 def _stop_together(trainer: Trainer) -> None:
-    """Lets rank 0 tell on the host, before each batch, whether there was a SIGTERM.
+    """Lets rank 0 tell on the host, before each batch, whether there was a SIGTERM on any rank.
 
-    Lightning asks on the device, where the answer comes behind all that was given to it.
+    Lightning asks on the device, where the answer comes behind all that was given to it, and hides
+    that a rank does not answer.
     """
 
     def told() -> None:
-        if trainer.strategy.broadcast(trainer.received_sigterm):
+        if trainer.strategy.must_stop():  # type: ignore[attr-defined]
             raise SIGTERMException
 
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = told

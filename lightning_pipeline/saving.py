@@ -28,6 +28,7 @@ from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.replacing import is_remote, link, mend
 from lightning_pipeline.splitting import is_elsewhere
 from lightning_pipeline.weights import copied
+from lightning_pipeline.whereabouts import Position
 
 
 class SavingStrategy(FailingStrategy):
@@ -98,6 +99,11 @@ class SavingStrategy(FailingStrategy):
             remove(filepath)
 
         in_turn(self.checkpoint_io, discard)
+
+    @property
+    @override
+    def _position(self) -> Position | None:
+        return None if self._pipeline is None else self._pipeline.engine.position
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

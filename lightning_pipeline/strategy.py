@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -26,6 +24,7 @@ from lightning_pipeline.batchnorm import Norms
 from lightning_pipeline.building import BuildingStrategy
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import sees_old_gradients, without_compilation
+from lightning_pipeline.launching import ScriptLauncher
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.monitoring import (
     count_replicas,
@@ -142,7 +141,6 @@ class PipelineStrategy(BuildingStrategy):
         self._norm: WholeNorm | None = None
         self._averages: Averages | None = None
         self._end_examples: Callable[[], None] = _nothing
-        self.plan: Plan | None = None
 
     # environment
 
@@ -368,8 +366,8 @@ class PipelineStrategy(BuildingStrategy):
         if self._failed:
             # Other ranks may wait for this one for ever, and a rank inside a collective does not
             # react to SIGTERM: no collective from here on, and no child is left behind.
-            if isinstance(self._launcher, _SubprocessScriptLauncher):
-                self._launcher.kill(signal.SIGKILL)
+            if isinstance(self._launcher, ScriptLauncher):
+                self._launcher.end_children()
             if self._pipeline is not None:
                 self._pipeline.abandon()
                 self._pipeline = None
@@ -380,6 +378,7 @@ class PipelineStrategy(BuildingStrategy):
             assert self.accelerator is not None
             self.accelerator.teardown()
             self.checkpoint_io.teardown()
+            self.through()
             return
         self._leave_pipeline()
         if self._averages is not None:

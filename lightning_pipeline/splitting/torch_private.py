@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch._utils import _rebuild_meta_tensor_no_storage
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _world
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoint_module
@@ -50,6 +52,7 @@ __all__ = [
     "flush_flat_weights",
     "generator_state",
     "noop_context_fn",
+    "process_groups",
     "pytree",
     "rebuild_meta_tensor",
     "saved_tensor_hooks",
@@ -78,6 +81,11 @@ single_level_function = _SingleLevelFunction
 rebuild_meta_tensor = _rebuild_meta_tensor_no_storage
 disable_current_modes = _disable_current_modes
 device_of = torch.ops.prim.device.default
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All groups that this process is in, the user's among them."""
+    return list(_world.pg_map)
 
 
 def saved_tensor_hooks() -> object | None:

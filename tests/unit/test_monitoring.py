@@ -42,27 +42,14 @@ def test_utilisation_is_that_of_all_ranks_of_a_pipeline():
     assert computed["device/mfu"] == pytest.approx(30 / (4 * 10.0))
 
 
-@pytest.mark.parametrize("received", [True, False])
-def test_rank_0_tells_of_a_sigterm_without_the_device(received):
-    told = []
-
-    def broadcast(value):
-        told.append(value)
-        return value
-
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), broadcast=broadcast)
+@pytest.mark.parametrize("stops", [True, False])
+def test_all_ranks_stop_before_the_same_batch(stops):
     loop = SimpleNamespace()
     trainer = SimpleNamespace(
-        strategy=strategy,
-        received_sigterm=received,
+        strategy=SimpleNamespace(must_stop=lambda: stops),
         fit_loop=SimpleNamespace(epoch_loop=loop),
         _val_check_time_interval=None,
     )
     decide_together(trainer)
-    with pytest.raises(SIGTERMException) if received else nullcontext():
+    with pytest.raises(SIGTERMException) if stops else nullcontext():
         loop._broadcast_sigterm_tensor()
-    assert told == [received]
-    strategy.root_device = torch.device("cpu")
-    del loop._broadcast_sigterm_tensor
-    decide_together(trainer)
-    assert vars(loop) == {}  # Lightning's own, which waits for nothing there

@@ -1,0 +1,114 @@
+"""Lightning's launchers, which leave nobody behind, by its private names of version 2.6."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from signal import SIGKILL
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from typing_extensions import override
+
+_PATIENCE = 0.5
+"""Seconds that processes have to say what they have to say."""
+
+
+class Told(Protocol):
+    """A strategy that is told of errors before anybody else."""
+
+    def told(self, error: BaseException) -> BaseException:
+        """Takes note of an error that ends the run on this rank; returns what to raise."""
+
+    def through(self) -> None:
+        """Takes note that this rank is through with the run."""
+
+
+@dataclass
+class Telling:
+    """Runs a Trainer's function on a rank.
+
+    Attributes:
+        function: The function.
+        strategy: Whom to tell of its errors.
+    """
+
+    function: Callable[..., Any]
+    strategy: Told
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        try:
+            result = self.function(*args, **kwargs)
+        except _TunerExitException:
+            self.strategy.through()
+            raise
+        except BaseException as error:
+            other = self.strategy.told(error)
+            if other is error:
+                raise
+            raise other from None
+        self.strategy.through()
+        return result
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """A launcher of the same script, whose ranks tell each other of errors.
+
+    Args:
+        strategy: Whom to tell.
+        args: As for Lightning's launcher.
+    """
+
+    def __init__(self, strategy: Told, *args: Any) -> None:
+        super().__init__(*args)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return super().launch(Telling(function, self._strategy), *args, trainer=trainer, **kwargs)
+
+    def stop_observer(self) -> None:
+        """Keeps Lightning's observer from killing this process as soon as a child has failed."""
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver):
+                thread._child_processes = []
+
+    def end_children(self) -> None:
+        """Ends the children, in a moment."""
+        self.stop_observer()
+        end = time.monotonic() + _PATIENCE
+        for process in self.procs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        self.kill(SIGKILL)
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """A launcher of processes that run a function, and tell each other of errors."""
+
+    @override
+    def launch(
+        self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        strategy: Any = self._strategy
+        return super().launch(Telling(function, strategy), *args, trainer=trainer, **kwargs)
+
+
+def hear_sigterm(trainer: pl.Trainer, handler: Callable[..., None]) -> None:
+    """Lets ``handler`` take SIGTERM from now on; before the Trainer registers its own.
+
+    Lightning's broadcasts inside of the handler, which does not return while other ranks are in a
+    step, and tells no other rank than its children.
+    """
+    trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = handler

@@ -1,0 +1,179 @@
+"""Words between ranks that travel beside the process groups, and tell of a process that has ended.
+
+Every rank has one connection to rank 0. The system closes it when a process ends in whatever way,
+also by SIGKILL, and gives it up where a host is gone; a process that is merely slow keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch.distributed as dist
+
+PATIENCE = 2.0
+"""Seconds that a rank is waited for when it connects or takes a word."""
+
+_MOST_CHARACTERS = 20_000  # of a text, which a rank must be able to leave without being read
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host is gone in 30 s
+
+
+class Word(NamedTuple):
+    """What ranks tell each other.
+
+    Attributes:
+        kind: ``"error"`` that a rank has raised by itself, ``"lost"``: it cannot go on without
+            another one, ``"stall"``: it has waited for too long, ``"signal"`` that has come to it,
+            ``"left"``: its process is gone, ``"ended"``: it is through with the run.
+        run: Number of the run.
+        rank: Global rank.
+        text: What to tell the user; the first line says it all.
+    """
+
+    kind: Literal["error", "lost", "stall", "signal", "left", "ended"]
+    run: int
+    rank: int
+    text: str = ""
+
+
+class Line:
+    """One end of a connection.
+
+    Args:
+        connection: The socket.
+        peer: Global rank at the other end.
+        place: Process and host at the other end.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int, place: str = "") -> None:
+        self.connection, self.peer, self.place = connection, peer, place
+        self._rest = b""
+        self._lock = threading.Lock()
+        connection.settimeout(PATIENCE)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, word: Word) -> None:
+        """Sends a word, or nothing if the peer has gone."""
+        word = word._replace(text=word.text[:_MOST_CHARACTERS])
+        with self._lock, contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(word).encode() + b"\n")
+
+    def receive(self) -> list[Word] | None:
+        """The words that have come, ``None`` if the peer has gone; waits for something."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [Word(*json.loads(part)) for part in whole]
+
+
+class Exchange:
+    """Where rank 0 takes the calls of the others.
+
+    Args:
+        store: What all ranks share.
+        hosts: Names by which others may reach this host.
+        size: Number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, hosts: Iterable[str], size: int) -> None:
+        self._key = secrets.token_hex()
+        self.server = open_server(size)
+        port = self.server.getsockname()[1]
+        store.set("watch", json.dumps([list(hosts), port, self._key]))
+
+    def answer(self) -> Line | None:
+        """The rank that calls; ``None`` if it is none of this run."""
+        connection, _ = self.server.accept()
+        connection.settimeout(PATIENCE)
+        try:
+            with connection.makefile("rb", buffering=0) as file:
+                key, rank, place = json.loads(file.readline(1000))
+        except (OSError, ValueError, TypeError):
+            key = ""
+        if secrets.compare_digest(str(key), self._key):
+            return Line(connection, rank, place)
+        connection.close()
+        return None
+
+
+def open_server(size: int) -> socket.socket:
+    """A server for calls to any address of this host."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
+
+
+def call(store: dist.Store, rank: int) -> Line | None:
+    """Connects this rank with rank 0; ``None`` if it cannot be reached.
+
+    Args:
+        store: What all ranks share.
+        rank: This rank.
+    """
+    hosts, port, key = json.loads(store.get("watch"))
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((host, port), timeout=PATIENCE)
+            place = f"process {os.getpid()} on {socket.gethostname()}"
+            connection.sendall(json.dumps([key, rank, place]).encode() + b"\n")
+            return Line(connection, 0, "")
+    return None
+
+
+class Bell:
+    """Wakes a thread that waits for sockets, also when a signal comes to the process.
+
+    The system rings it, so it is heard while the main thread is in a call that does not return.
+    """
+
+    def __init__(self) -> None:
+        self.end, self._other = socket.socketpair()
+        self.end.setblocking(False)
+        self._other.setblocking(False)
+        self._before: int | None = None
+
+    def ring(self) -> None:
+        """Wakes the thread."""
+        with contextlib.suppress(OSError):
+            self._other.send(b"\0")
+
+    def heard(self) -> set[int]:
+        """The signals that have come."""
+        with contextlib.suppress(OSError):
+            return set(self.end.recv(4096)) - {0}
+        return set()
+
+    def listen(self) -> None:
+        """Listens to signals from now on, if this is the main thread."""
+        if self._before is None and threading.current_thread() is threading.main_thread():
+            number = self._other.fileno()
+            self._before = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+
+    def rest(self) -> None:
+        """Listens to signals no more."""
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._before)
+            self._before = None
+
+    def close(self) -> None:
+        """Ends it in a process that has been forked."""
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        self.end.close()
+        self._other.close()

@@ -1,0 +1,331 @@
+"""A thread in each process that ends it when another rank of its run has failed.
+
+The main thread may be anywhere by then: in a collective that waits for the rank that failed, in the
+user's code, on its way out. It has some seconds to come to its end by itself; then what it waits
+for is broken off, and at last the process ends whatever its main thread does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeline.lines import PATIENCE, Bell, Exchange, Line, Word, call
+from lightning_pipeline.splitting.torch_private import default_store, process_groups
+
+GRACE = 3.0
+"""Seconds that a rank has to hear of a failure in the order of its work."""
+LIMIT = 8.0
+"""Seconds from the failure of one rank to the end of all."""
+
+_PROBE = 2**30
+"""A tag that no message has."""
+
+
+class Watch(threading.Thread):
+    """Hears of the failures of all ranks, and tells them this rank's own.
+
+    Args:
+        rank: Global rank of this process.
+        size: Number of ranks.
+        exchange: On rank 0, where the others call.
+        line: On the others, the connection to rank 0.
+
+    Attributes:
+        run_number: Number of the run; 0 before the first.
+        is_broken: Whether what this rank waited for in the run was broken off: what has come of it
+            is worth nothing.
+        moves: Gives a number that grows while this rank works.
+        on_failure: Is called when the first failure of a run is heard of.
+        on_sigterm: Is called when a rank was asked to end; the run then goes on to where all ranks
+            end together.
+        last_resort: Is called before this process ends itself.
+    """
+
+    def __init__(self, rank: int, size: int, exchange: Exchange | None, line: Line | None) -> None:
+        super().__init__(daemon=True, name="pipeline-watch")
+        self.rank, self.size, self.run_number = rank, size, 0
+        self.moves: Callable[[], int] = int
+        self.on_failure: Callable[[], None] = _nothing
+        self.on_sigterm: Callable[[], None] = _nothing
+        self.last_resort: Callable[[], None] = _nothing
+        self._exchange, self._lines = exchange, [line] if line is not None else []
+        self._bell, self._selector = Bell(), selectors.DefaultSelector()
+        self._changed = threading.Condition()
+        self._words: list[Word] = []
+        self._ended: dict[int, int] = {}
+        self.is_broken = self._running = self._noticed = False
+        self._since: float | None = None
+        self._moved = 0
+        self._selector.register(self._bell.end, selectors.EVENT_READ, self._hear_bell)
+        if exchange is not None:
+            self._selector.register(exchange.server, selectors.EVENT_READ, self._answer)
+        for line in self._lines:
+            self._selector.register(line.connection, selectors.EVENT_READ, line)
+        self.group = weakref.ref(dist.group.WORLD)
+
+    # from the main thread
+
+    def begin(self, run: int) -> None:
+        """A run begins."""
+        with self._changed:
+            self.run_number, self._running = run, True
+            self.is_broken = self._noticed = False
+            self._since = None
+            self._words = [w for w in self._words if w.run >= run or w.kind == "left"]
+        self._bell.listen()
+        self._bell.ring()
+
+    def end(self) -> None:
+        """This rank is through with the run, in whatever way."""
+        if self._running:
+            self._running = False
+            self._bell.rest()
+            self.say("ended")
+
+    def say(self, kind: Any, text: str = "") -> None:
+        """Tells all ranks what has happened on this one, in this run."""
+        word = Word(kind, self.run_number, self.rank, text)
+        self._take(word)
+        for line in list(self._lines):
+            line.send(word)
+        self._bell.ring()
+
+    def cause(self, patience: float = PATIENCE) -> Word | None:
+        """Why this rank cannot go on: what another one has said first, or what it was sent.
+
+        Args:
+            patience: Seconds that the word of it may take to come.
+        """
+
+        def first() -> Word | None:
+            words = [w for w in self._failures() if w.kind != "lost"]
+            words = [w for w in words if w.rank != self.rank or w.kind == "signal"]
+            return min(words, key=lambda w: w.kind == "left", default=None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: first() is not None, patience)
+            return first()
+
+    # in the thread
+
+    def run(self) -> None:
+        """Listens until the process ends."""
+        while True:
+            soon = 0.2 if self._since is not None and self._running else None
+            for key, _ in self._selector.select(soon):
+                if isinstance(key.data, Line):
+                    self._hear(key.data)
+                else:
+                    key.data()
+            if self._running:
+                self._act()
+
+    def _answer(self) -> None:
+        assert self._exchange is not None
+        line = self._exchange.answer()
+        if line is None:
+            return
+        for word in self._words:
+            line.send(word)
+        self._lines.append(line)
+        self._selector.register(line.connection, selectors.EVENT_READ, line)
+
+    def _hear(self, line: Line) -> None:
+        words = line.receive()
+        if words is None:
+            self._selector.unregister(line.connection)
+            self._lines.remove(line)
+            line.connection.close()
+            run = self._ended.get(line.peer, 0) + 1
+            words = [Word("left", run, line.peer, _left(line.peer, line.place))]
+        for word in words:
+            self._take(word)
+            for other in self._lines if self.rank == 0 else ():
+                if other is not line:
+                    other.send(word)
+
+    def _hear_bell(self) -> None:
+        for number in self._bell.heard() if self._running else ():
+            handler = signal.getsignal(number)
+            interrupts = number == signal.SIGINT and handler is signal.default_int_handler
+            if interrupts or number == signal.SIGTERM:
+                name = signal.Signals(number).name
+                self.say("signal", f"Rank {self.rank} (process {os.getpid()}) was sent {name}.")
+
+    def _take(self, word: Word) -> None:
+        with self._changed:
+            if word.kind == "ended":
+                self._ended[word.rank] = word.run
+                return
+            self._words.append(word)
+            self._changed.notify_all()
+
+    def _failures(self) -> list[Word]:
+        """What stands in the way of this run; a rank that has left does so for ever."""
+        run = self.run_number
+        return [w for w in self._words if w.run == run or (w.kind == "left" and w.run <= run)]
+
+    def _act(self) -> None:
+        """Does what is due."""
+        with self._changed:
+            failures = self._failures()
+        raised = {w.rank for w in failures if w.kind == "error"}
+        asked = all(w.kind == "signal" and "SIGTERM" in w.text for w in failures)
+        apart = any(w.kind in ("left", "lost", "stall") for w in failures)
+        if not failures or (len(raised) == self.size and not apart):
+            self._since = None  # all end in order, which may take its time
+            return
+        self._notice(failures, asked)
+        now, moved = time.monotonic(), self.moves()
+        if self._since is None or (asked and moved != self._moved):
+            self._since, self._moved = now, moved  # until the end of a step that is under way
+        waited = now - self._since
+        if waited > LIMIT:
+            self._end_process(failures)
+        elif waited > GRACE and not self.is_broken and (apart or self.rank not in raised):
+            self.is_broken = True
+            break_off()
+
+    def _notice(self, failures: list[Word], asked: bool) -> None:
+        if asked:
+            self.on_sigterm()
+        elif not self._noticed:
+            self._noticed = True
+            self.on_failure()
+            if any(w.kind == "stall" for w in failures):
+                _write(f"[rank {self.rank}] {failures[0].text}\n{stacks()}")
+
+    def _end_process(self, failures: list[Word]) -> None:
+        why = "\n".join(w.text for w in failures if w.kind != "lost")
+        _write(
+            f"\n[rank {self.rank}] is ended, {LIMIT:g} s after a failure that it did not react to."
+            f"\n{why}\nIt was here:\n{stacks()}"
+        )
+        with contextlib.suppress(Exception):
+            self.last_resort()
+        for child in multiprocessing.active_children():  # such as workers of a loader
+            child.kill()
+        os._exit(1)
+
+    def close(self) -> None:
+        """Ends it in a process that has been forked, where its thread is not."""
+        for line in self._lines:
+            line.connection.close()
+        if self._exchange is not None:
+            self._exchange.server.close()
+        self._bell.close()
+
+
+_watches: list[Watch] = []
+"""The one of this process, if there is one."""
+
+
+def connect(hosts: Iterable[str]) -> Watch | None:
+    """The watch of this process; all ranks call it when they have met.
+
+    Args:
+        hosts: Names of the host of rank 0.
+
+    Returns:
+        ``None`` if there is no other rank, or rank 0 cannot be reached, of which a warning tells.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if _watches and _watches[-1].group() is dist.group.WORLD:
+        return _watches[-1]
+    if size == 1:
+        return None
+    store = dist.PrefixStore("lightning_pipeline", default_store())
+    exchange = Exchange(store, hosts, size) if rank == 0 else None
+    line = call(store, rank) if rank else None
+    if exchange is None and line is None:
+        warnings.warn(
+            f"Rank {rank} cannot reach rank 0 at any of {', '.join(hosts)}, so a rank that fails "
+            "is noticed by the timeout of its peers alone. Open the ports between the hosts, or "
+            "set MASTER_ADDR to an address of rank 0 that all of them reach.",
+            stacklevel=2,
+        )
+        return None
+    watch = Watch(rank, size, exchange, line)
+    _watches[:] = [watch]
+    watch.start()
+    return watch
+
+
+def _leave_to_parent() -> None:
+    while _watches:
+        _watches.pop().close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def break_off() -> None:
+    """Ends every wait of this process for another rank, in collectives and messages.
+
+    Gloo fails what is under way in a group when one of its messages has timed out. NCCL's
+    communicators are aborted, all in one group of calls, so that none waits for another
+    (pytorch issue 119797); what was under way then returns without an error, and without a result.
+    """
+    aborted: list[Any] = []
+    for group in process_groups():
+        for device in group._device_types:
+            with contextlib.suppress(Exception):
+                backend: Any = group._get_backend(device)
+                if backend.name() == "nccl":
+                    aborted.append(backend)
+                    continue
+                peer = (group.rank() + 1) % group.size()
+                probe = backend.recv([torch.empty(1)], peer, _PROBE)
+                probe.wait(timedelta(milliseconds=1))
+    if aborted:
+        calls = [aborted[0]._group_start, *(b.abort for b in aborted), aborted[0]._group_end]
+        for do in calls:
+            with contextlib.suppress(Exception):
+                do()
+
+
+def stacks() -> str:
+    """Where all threads of this process are, the main thread last."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    text = []
+    for ident in sorted((i for i in frames if i != own), key=lambda i: i == main):
+        lines = "".join(traceback.format_stack(frames[ident]))
+        text.append(f"Thread {names.get(ident, ident)}:\n{lines}")
+    return "".join(text)
+
+
+def _left(rank: int, place: str) -> str:
+    where = f" ({place})" if place else ""
+    return (
+        f"Rank {rank}{where} is gone without a word, as a process is by SIGKILL: by hand, by the "
+        "kernel when memory runs out (see dmesg), by a scheduler or with its host."
+    )
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _nothing() -> None:
+    """Has nothing to do."""

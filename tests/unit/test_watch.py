@@ -1,0 +1,175 @@
+"""The words of ranks beside their groups, and what breaks off a wait."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipeline import watch
+from lightning_pipeline.actions import Action
+from lightning_pipeline.activities import Wait
+from lightning_pipeline.lines import Bell, Exchange, Line, Word, call
+from lightning_pipeline.lowering import Transfer
+from lightning_pipeline.mesh import Mesh, MeshSizes
+from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.whereabouts import Position, describe
+
+
+def test_words_arrive_whole_however_they_are_cut():
+    near, far = socket.socketpair()
+    line = Line.__new__(Line)
+    line.connection, line._rest = far, b""
+    words = [Word("error", 1, 2, "two\nlines"), Word("ended", 3, 0)]
+    data = b"".join(json.dumps(word).encode() + b"\n" for word in words)
+    found = []
+    for start in range(0, len(data), 7):
+        near.sendall(data[start : start + 7])
+        found += line.receive()
+    assert found == words
+    near.close()
+    assert line.receive() is None
+
+
+def test_only_ranks_of_the_run_are_answered():
+    store = dist.HashStore()
+    exchange = Exchange(store, ["nowhere.invalid", "localhost"], 2)
+    port = exchange.server.getsockname()[1]
+    stranger = socket.create_connection(("localhost", port))
+    stranger.sendall(json.dumps(["a guess", 1, "here"]).encode() + b"\n")
+    assert exchange.answer() is None and stranger.recv(1) == b""
+    line = call(store, 1)
+    known = exchange.answer()
+    assert known.peer == 1 and known.place.startswith("process ")
+    line.send(Word("lost", 4, 1, "x" * 100_000))
+    received = []
+    while not received:
+        received = known.receive()
+    assert received[0][:3] == ("lost", 4, 1) and len(received[0].text) == 20_000
+    known.connection.close()
+    assert line.receive() is None
+    exchange.server.close()
+
+
+def test_a_rank_0_that_is_not_there_is_told():
+    store = dist.HashStore()
+    exchange = Exchange(store, ["localhost"], 2)
+    exchange.server.close()
+    assert call(store, 1) is None
+
+
+def test_a_bell_tells_signals_from_rings():
+    bell = Bell()
+    bell.ring()
+    bell._other.send(bytes([15]))
+    assert bell.heard() == {15} and bell.heard() == set()
+    bell.close()
+
+
+class Backend:
+    """Notes what is done with it; its abort fails, as that of a broken communicator may."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        self._name, self._done = name, done
+
+    def name(self) -> str:
+        return self._name
+
+    def recv(self, tensors, peer, tag):
+        self._done.append(f"recv from {peer}")
+        return SimpleNamespace(wait=self.fail)
+
+    def fail(self, timeout=None):
+        raise RuntimeError("timed out")
+
+    def _group_start(self):
+        self._done.append("start")
+
+    def _group_end(self):
+        self._done.append("end")
+
+    def abort(self):
+        self._done.append("abort")
+        self.fail()
+
+
+def test_communicators_of_nccl_are_aborted_in_one_group_of_calls(monkeypatch):
+    done: list[str] = []
+    devices = {torch.device("cpu"): "gloo", torch.device("cuda"): "nccl"}
+    groups = [
+        SimpleNamespace(
+            _device_types=list(devices),
+            _get_backend=lambda device: Backend(devices[device], done),
+            rank=lambda: 1,
+            size=lambda: 2,
+        )
+        for _ in range(2)
+    ]
+    monkeypatch.setattr(watch, "process_groups", lambda: groups)
+    watch.break_off()
+    assert done == ["recv from 0"] * 2 + ["start", "abort", "abort", "end"]
+
+
+def test_stacks_name_the_threads():
+    begun, end = threading.Event(), threading.Event()
+
+    def sits_still():
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=sits_still, name="a thread of its own")
+    thread.start()
+    begun.wait()
+    text = []
+    other = threading.Thread(target=lambda: text.append(watch.stacks()))
+    other.start()
+    other.join()
+    end.set()
+    assert "Thread a thread of its own:" in text[0] and "in sits_still" in text[0]
+    assert text[0].index("Thread MainThread:") > text[0].index("a thread of its own")
+
+
+MESH = Mesh(MeshSizes(2, 2), get_schedule("1F1B"), global_rank=1)  # the last stage, replica 1
+PLAN = SimpleNamespace(
+    stages=[SimpleNamespace(modules=("net.0", "net.1")), SimpleNamespace(modules=("net.2",))]
+)
+
+
+@pytest.mark.parametrize(
+    ("activity", "words"),
+    [
+        (Action(1, "F", 3), "in the forward of stage 1 (net.2), microbatch 3"),
+        (Action(1, "B", 0), "in the backward of stage 1 (net.2), microbatch 0"),
+        (Action(1, "W", 0), "in the weight gradients of stage 1 (net.2), microbatch 0"),
+        (
+            Wait("F", 1, 2),
+            "waiting for the values of microbatch 2 for stage 1 (net.2) from rank 3",
+        ),
+        (
+            Wait("B", 0, 2),
+            "waiting for the gradients of microbatch 2 for stage 0 (net.0-1) from rank 1",
+        ),
+        (Wait("batch"), "waiting for the word of all ranks that they begin with the same batch"),
+        (
+            Transfer(True, "B", 0, 1, 0),
+            "sending the gradients of microbatch 1 for stage 0 (net.0-1) to rank 3",
+        ),
+        ("else", "at the end of a pass over stage 1 (net.2), what it sent is not taken yet"),
+        (None, "between two passes over stage 1 (net.2)"),
+    ],
+)
+def test_where_a_rank_is(activity, words):
+    assert describe(activity, MESH, PLAN) == words
+    assert describe(activity, MESH, None) == words.replace(" (net.2)", "").replace(" (net.0-1)", "")
+
+
+def test_a_position_is_told_beside_an_observer():
+    position, seen = Position(), []
+    position.also(seen.append)("else")
+    position.note(None)
+    assert (position.activity, position.count, seen) == (None, 2, ["else"])

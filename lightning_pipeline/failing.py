@@ -34,7 +34,7 @@ from lightning_pipeline.splitting.torch_private import default_store
 from lightning_pipeline.watch import Watch, connect
 from lightning_pipeline.whereabouts import Position, describe
 
-PATIENCE = timedelta(seconds=5)
+PATIENCE = timedelta(seconds=4)
 """How long a rank that was interrupted waits for the others to be interrupted too."""
 
 _OURS, *_OTHERS = (

@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch.distributed as dist
@@ -87,13 +87,13 @@ class Exchange:
 
     Args:
         store: What all ranks share.
-        hosts: Names by which others may reach this host.
+        hosts: Names by which others may reach this host, the address to listen at first.
         size: Number of ranks.
     """
 
-    def __init__(self, store: dist.Store, hosts: Iterable[str], size: int) -> None:
+    def __init__(self, store: dist.Store, hosts: Sequence[str], size: int) -> None:
         self._key = secrets.token_hex()
-        self.server = open_server(size)
+        self.server = open_server(hosts[0], size)
         port = self.server.getsockname()[1]
         store.set("watch", json.dumps([list(hosts), port, self._key]))
 
@@ -112,11 +112,20 @@ class Exchange:
         return None
 
 
-def open_server(size: int) -> socket.socket:
-    """A server for calls to any address of this host."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
+def open_server(host: str, size: int) -> socket.socket:
+    """A server for calls to one address of this machine.
+
+    Args:
+        host: The address; where it is that of a gateway, calls to any address are taken.
+        size: Number of ranks.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=size)
+    except OSError:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
 
 
 def call(store: dist.Store, rank: int) -> Line | None:

@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_pipeline.splitting.torch_private import default_store, process_gr
 
 GRACE = 3.0
 """Seconds that a rank has to hear of a failure in the order of its work."""
-LIMIT = 8.0
+LIMIT = 7.0
 """Seconds from the failure of one rank to the end of all."""
 
 _PROBE = 2**30
@@ -236,11 +236,11 @@ _watches: list[Watch] = []
 """The one of this process, if there is one."""
 
 
-def connect(hosts: Iterable[str]) -> Watch | None:
+def connect(hosts: Sequence[str]) -> Watch | None:
     """The watch of this process; all ranks call it when they have met.
 
     Args:
-        hosts: Names of the host of rank 0.
+        hosts: Names of the host of rank 0, the address that it listens at first.
 
     Returns:
         ``None`` if there is no other rank, or rank 0 cannot be reached, of which a warning tells.

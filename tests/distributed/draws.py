@@ -46,6 +46,7 @@ class Draw:
         precision: Of the Trainer.
         clip: Arguments of the Trainer.
         validate: When.
+        then: What follows the training.
         optimizer: Of the model.
         scheduler: Of the model.
         log: Of the model.
@@ -71,6 +72,7 @@ class Draw:
     precision: str
     clip: tuple[float, str] | None
     validate: str
+    then: str
     optimizer: str
     scheduler: str
     log: str
@@ -159,17 +161,19 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
     and to what is logged of the last one.
     """
     cuts_evenly, rounds = against != "batches", against == "rounding"
-    left_out = {"weight", "lengths", "own code"} if cuts_evenly or replicas == 2 else set()
+    left_out = {"weight", "own code"} if cuts_evenly or replicas == 2 else set()
     left_out |= {"two views"} if rounds else set()
+    left_out |= {"lengths"} if cuts_evenly else set()
     steps = [name for name in STEPS if name not in left_out]
     step = one(*steps, *(name for name in steps if name != "manual"), "forward")
     norms = [(0.05, "norm"), (0.01, "value")]
     return {
         "step": step,
-        "accumulate": 1 if step == "weight" else one(1, 1, 2, 3),
+        "accumulate": 1 if step in ("weight", "manual") else one(1, 1, 2, 3),
         "precision": one("32-true", "bf16-true", "bf16-mixed") if rounds else "64-true",
         "clip": None if rounds or step == "manual" else one(None, None, *norms),
         "validate": one("never", "epoch", "sanity", "often"),
+        "then": one("nothing", "nothing", "validate", "predict"),
         "optimizer": one(*[name for name in OPTIMIZERS if name != "LBFGS"] * 4, "LBFGS"),
         "scheduler": one(*(n for n in SCHEDULERS if n != "plateau" or not cuts_evenly)),
         "log": one(*LOGS),

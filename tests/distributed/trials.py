@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import failing
 from lightning_pipeline.errors import PipelineError
@@ -106,7 +107,7 @@ def script(draw: Draw, parts: int = 1) -> Tried:
         "max_steps": STEPS,
         "accumulate_grad_batches": draw.accumulate * parts,
         "precision": draw.precision,
-        "limit_val_batches": 0 if draw.validate == "never" else 1.0,
+        "check_val_every_n_epoch": 1000 if draw.validate == "never" else 1,
         "num_sanity_val_steps": 1 if draw.validate == "sanity" else 0,
     }
     if draw.validate == "often":
@@ -115,7 +116,16 @@ def script(draw: Draw, parts: int = 1) -> Tried:
         value, algorithm = draw.clip
         trainer |= {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
     data = partial(_vectors, count, draw.length, dtype)
-    return Tried(make, data, draw.rows // parts, trainer, dtype=dtype)
+
+    def after(trainer: L.Trainer, module: L.LightningModule) -> list[float]:
+        loader = DataLoader(data()[1], 3)
+        if draw.then == "validate":
+            return list(trainer.validate(module, loader, verbose=False)[0].values())
+        if draw.then == "predict":
+            return torch.cat(trainer.predict(module, loader)).flatten().tolist()
+        return []
+
+    return Tried(make, data, draw.rows // parts, trainer, after=after, dtype=dtype)
 
 
 def arguments(draw: Draw, folder: str) -> dict[str, Any]:
@@ -215,13 +225,16 @@ def _compare(draw: Draw, runs: list[Run], expected: list[Run]) -> Outcome:
         found, known = (_comparable(draw, each.metrics) for each in (run, wanted))
         if of_metrics is not None and found != pytest.approx(known, rel=of_metrics):
             return Outcome("other metrics", f"{found} on rank {rank}, not {known}")
+        if of_metrics is not None and run.extra != pytest.approx(wanted.extra, rel=of_metrics):
+            text = f"{run.extra} on rank {rank}, not {wanted.extra}"
+            return Outcome(f"other answers to {draw.then}", text)
     return Outcome("equal")
 
 
 def _comparable(draw: Draw, metrics: dict[str, float]) -> dict[str, float]:
     """Those of both: a reference that accumulates microbatches logs each of them in training."""
     validation = draw.against in ("microbatches", "rounding")
-    return {k: v for k, v in metrics.items() if not validation or k in ("val", "size")}
+    return {k: v for k, v in metrics.items() if not validation or k in ("val", "size", "error")}
 
 
 SIMPLE: dict[str, Any] = {
@@ -238,6 +251,7 @@ SIMPLE: dict[str, Any] = {
     "accumulate": 1,
     "clip": None,
     "validate": "never",
+    "then": "nothing",
     "optimizer": "SGD",
     "scheduler": "none",
     "log": "plain",

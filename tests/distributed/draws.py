@@ -130,14 +130,17 @@ def _layout(one: Choice, against: str) -> dict[str, Any]:
     if replicas == 2 or against == "GPipe":
         ranks = min(ranks, 2)
     schedule = one(*(entry.name for entry in SCHEDULES), "file")
-    count: int | str = one(1, 2, 3, 4, 5, 8)
+    count: int | str = one(*((1, 2, 4, 8) if against == "rounding" else (1, 2, 3, 4, 5, 8)))
     if schedule == "file":
         depth = one(1, 1, 2)
     else:
         entry = get_schedule(schedule)
         most = min(2 if against == "GPipe" else 3, entry.max_stages_per_rank or 3)
         depth = one(*range(entry.min_stages_per_rank, most + 1))
-        if cuts_evenly or one(*[True] * 9, False):
+        if against == "rounding":  # shares of other counts are rounded themselves
+            counts = (c for c in (1, 2, 4, 8, 16) if entry.allows_microbatches(c, ranks, depth))
+            count = one(*counts)
+        elif cuts_evenly or one(*[True] * 9, False):
             count = entry.nearest_microbatches(int(count), ranks, depth)[-1]
     rows = int(count) * one(2, 3) if cuts_evenly else one(1, 2, 3, 4, 5, 7, 8, 11, 12, 16)
     if not cuts_evenly and schedule != "file":
@@ -169,7 +172,7 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
     norms = [(0.05, "norm"), (0.01, "value")]
     return {
         "step": step,
-        "accumulate": 1 if step in ("weight", "manual") else one(1, 1, 2, 3),
+        "accumulate": 1 if step in ("weight", "manual") else one(1, 1, 2, 2 if rounds else 3),
         "precision": one("32-true", "bf16-true", "bf16-mixed") if rounds else "64-true",
         "clip": None if rounds or step == "manual" else one(None, None, *norms),
         "validate": one("never", "epoch", "sanity", "often"),

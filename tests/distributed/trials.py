@@ -216,18 +216,20 @@ def _judge(refusals: list[Refusal], world: int) -> Outcome:
 
 
 def _compare(draw: Draw, runs: list[Run], expected: list[Run]) -> Outcome:
-    of_parameters, of_metrics = TOLERANCES[draw.precision]
+    of_parameters, of_numbers = TOLERANCES[draw.precision]
     for rank, run in enumerate(runs):
         wanted = expected[rank % draw.replicas]
         far = distance(run, wanted)
         if not far <= of_parameters:
             return Outcome("other parameters", f"{far:.2e} on rank {rank}")
-        found, known = (_comparable(draw, each.metrics) for each in (run, wanted))
-        if of_metrics is not None and found != pytest.approx(known, rel=of_metrics):
-            return Outcome("other metrics", f"{found} on rank {rank}, not {known}")
-        if of_metrics is not None and run.extra != pytest.approx(wanted.extra, rel=of_metrics):
-            text = f"{run.extra} on rank {rank}, not {wanted.extra}"
-            return Outcome(f"other answers to {draw.then}", text)
+        pairs = {
+            "metrics": [_comparable(draw, each.metrics) for each in (run, wanted)],
+            draw.then: [run.extra, wanted.extra],
+        }
+        for name, (found, known) in pairs.items():
+            near = pytest.approx(known, rel=of_numbers, abs=of_numbers)
+            if of_numbers is not None and found != near:
+                return Outcome(f"other {name}", f"{found} on rank {rank}, not {known}")
     return Outcome("equal")
 
 

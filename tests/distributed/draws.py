@@ -17,7 +17,7 @@ from tests.models.blocks import (
     RANDOM,
     SEVERAL_USES,
 )
-from tests.models.drawn import LOGS, OPTIMIZERS, SCHEDULERS, STEPS
+from tests.models.drawn import FORMS, LOGS, OPTIMIZERS, SCHEDULERS, STEPS
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Draw:
         optimizer: Of the model.
         scheduler: Of the model.
         log: Of the model.
+        form: Of the batches.
+        thaws: Whether frozen blocks are trained from the second epoch on.
         nudged: Whether a hook changes gradients.
+        callback: A name in `tests.distributed.trials.CALLBACKS`.
     """
 
     against: str
@@ -76,7 +79,10 @@ class Draw:
     optimizer: str
     scheduler: str
     log: str
+    form: str
+    thaws: bool
     nudged: bool
+    callback: str
 
 
 Choice = Callable[..., Any]
@@ -180,6 +186,9 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
         "optimizer": one(*[name for name in OPTIMIZERS if name != "LBFGS"] * 4, "LBFGS"),
         "scheduler": one(*(n for n in SCHEDULERS if n != "plateau" or not cuts_evenly)),
         "log": one(*LOGS),
+        "form": one("list", "list", *FORMS),
+        "thaws": replicas == 1 and one(False, True),
+        "callback": "none" if cuts_evenly else one("none", "none", "average", "stop", "window"),
         "nudged": not cuts_evenly and one(False, False, False, True),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,7 +36,7 @@ from tests.models import drawn
 from tests.models.blocks import WIDTH
 
 DEADLINE = 25
-STEPS = 4
+STEPS = 5
 # Of parameters and of what is logged, as in test_precision.py and test_zoo.py: microbatches round
 # as on one device, validation rounds as in other batches.
 TOLERANCES: dict[str, tuple[float, float | None]] = {
@@ -50,6 +56,13 @@ def _vectors(count: int, length: int, dtype: torch.dtype) -> tuple[TensorDataset
         return TensorDataset(x.to(dtype), y.to(dtype))
 
     return make(count, 1), make(7, 2)
+
+
+CALLBACKS: dict[str, Callable[[Draw], L.Callback]] = {
+    "average": lambda draw: EMAWeightAveraging(decay=0.7),
+    "stop": lambda draw: EarlyStopping("train", patience=0, check_on_train_epoch_end=True),
+    "window": lambda draw: GradientAccumulationScheduler({0: draw.accumulate, 1: 2}),
+}
 
 
 @dataclass
@@ -100,7 +113,7 @@ def script(draw: Draw, parts: int = 1) -> Tried:
     dtype = torch.float64 if draw.precision == "64-true" else torch.float32
     make = partial(
         *(kind, draw.blocks, draw.frozen, draw.step),
-        *(draw.optimizer, draw.scheduler, draw.log),
+        *(draw.optimizer, draw.scheduler, draw.log, draw.form, draw.thaws),
     )
     count = (3 * draw.rows + draw.rest) * draw.replicas
     trainer: dict[str, Any] = {
@@ -110,6 +123,10 @@ def script(draw: Draw, parts: int = 1) -> Tried:
         "check_val_every_n_epoch": 1000 if draw.validate == "never" else 1,
         "num_sanity_val_steps": 1 if draw.validate == "sanity" else 0,
     }
+    if draw.callback == "window":
+        del trainer["accumulate_grad_batches"]
+    if draw.callback != "none":
+        trainer["callbacks"] = [CALLBACKS[draw.callback](draw)]
     if draw.validate == "often":
         trainer["val_check_interval"] = parts
     if draw.clip is not None:
@@ -258,6 +275,9 @@ SIMPLE: dict[str, Any] = {
     "scheduler": "none",
     "log": "plain",
     "nudged": False,
+    "form": "list",
+    "thaws": False,
+    "callback": "none",
     "ranks": 2,
     "microbatches": 2,
 }

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tests.models.blocks import WIDTH, Net
 
@@ -148,6 +149,21 @@ LOGS: dict[str, dict[str, Any]] = {
 }
 
 
+FORMS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "list": lambda batch: batch,
+    "dict": lambda batch: {"x": batch[0], "y": batch[1], "name": "drawn"},
+    "nested": lambda batch: ([batch[0]], {"target": (batch[1], None)}),
+    "parts": lambda batch: [*batch[0].split(WIDTH // 2, -1), batch[1]],
+}
+"""What a batch looks like."""
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Those of a batch in any form."""
+    found = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [torch.cat(found[:-1], -1), found[-1]]
+
+
 class Drawn(L.LightningModule):
     """A net, a head, and the way that they are trained.
 
@@ -158,6 +174,8 @@ class Drawn(L.LightningModule):
         optimizer: A name in `OPTIMIZERS`.
         scheduler: A name in `SCHEDULERS`.
         log: A name in `LOGS`.
+        form: A name in `FORMS`.
+        thaws: Whether the second epoch begins with frozen blocks taking gradients.
     """
 
     def __init__(
@@ -168,12 +186,14 @@ class Drawn(L.LightningModule):
         optimizer: str,
         scheduler: str,
         log: str,
+        form: str,
+        thaws: bool,
     ) -> None:
         super().__init__()
         self.net, self.head = Net(blocks, frozen), nn.Linear(WIDTH, TARGETS)
         self.scale = nn.Parameter(torch.ones(()))
         self.error = torchmetrics.MeanSquaredError()
-        self.moved = 0
+        self.moved, self.form, self.thaws = 0, form, thaws
         self.kind, self.names = step, (optimizer, scheduler, log)
         if step == "teacher":
             self.teacher = copy.deepcopy(nn.Sequential(self.net)).requires_grad_(False)
@@ -187,24 +207,28 @@ class Drawn(L.LightningModule):
         if self.kind == "lengths":
             self.moved += 1
             batch = [batch[0][:, : max(1, batch[0].shape[1] - self.moved % 2)], batch[1]]
-        return batch
+        return FORMS[self.form](batch)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        out = STEPS[self.kind](self, *batch)
+    def on_train_epoch_start(self) -> None:
+        if self.thaws and self.current_epoch == 1:
+            self.net.blocks.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = STEPS[self.kind](self, *tensors(batch))
         loss = out["loss"] if isinstance(out, dict) else out
         if loss is not None:
             self.log("train", loss, **LOGS[self.names[2]])
         return out
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        x, y = batch
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = tensors(batch)
         out = self(x)
         self.error(out, y)
         self.log("error", self.error)
         self.log_dict({"val": F.mse_loss(out, y), "size": out.abs().mean()})
 
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0])
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(tensors(batch)[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = OPTIMIZERS[self.names[0]](self)

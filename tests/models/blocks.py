@@ -107,7 +107,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Block]] = {}
 EACH_MICROBATCH = ("counted", "batch norm", "spectral norm")
 """Blocks that see or count microbatches."""
 RANDOM = ("dropout", "functional dropout", "noise")
-SEVERAL_USES = ("first again", "shared", "tied", "merged dims", "parameter", "complex")
+SEVERAL_USES = ("twice", "first again", "shared", "tied", "merged dims", "parameter", "complex")
 """Blocks whose weights others use as well: the parts of a gradient add up in another order."""
 NEEDS_WIDE_NUMBERS = ("recurrence", "complex", "spectral norm", "weight norm", "reads values")
 

@@ -14,6 +14,7 @@ from tests.models.blocks import (
     BLOCKS,
     EACH_MICROBATCH,
     NEEDS_WIDE_NUMBERS,
+    NOT_CALLED,
     RANDOM,
     SEVERAL_USES,
 )
@@ -105,9 +106,12 @@ def draws(draw: Any) -> Draw:
     if partition == "auto" and against == "GPipe":
         partition = "uniform"  # the other depends on how stages lie on ranks
     if partition == "by hand":
-        fits = len(blocks) > needed and one(*[True] * 5, False)
-        sizes = {"min_size": needed, "max_size": needed} if fits else {"max_size": 8}
-        partition = tuple(sorted(draw(st.lists(places, unique=True, **sizes))))
+        called = [place for place, name in enumerate(blocks) if name not in NOT_CALLED]
+        if len(called) >= needed and one(*[True] * 9, False):
+            chosen = st.permutations(called).map(lambda places: places[:needed])
+        else:
+            chosen = st.lists(places, unique=True, max_size=8)
+        partition = tuple(sorted(draw(chosen)))
     frozen = tuple(sorted(draw(st.sets(places, max_size=3)))) if one(False, False, True) else ()
     return Draw(
         against=against,

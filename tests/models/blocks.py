@@ -106,6 +106,8 @@ Block = Callable[["Net", Any, Tensor, list[Tensor]], Tensor]
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], Block]] = {}
 EACH_MICROBATCH = ("counted", "batch norm", "spectral norm")
 """Blocks that see or count microbatches."""
+NOT_CALLED = ("list", "shared", "merged dims", "parameter", "buffer", "noise", "complex")
+"""Blocks whose module does not run by itself, so that no stage can begin with it."""
 RANDOM = ("dropout", "functional dropout", "noise")
 SEVERAL_USES = ("twice", "first again", "shared", "tied", "merged dims", "parameter", "complex")
 """Blocks whose weights others use as well: the parts of a gradient add up in another order."""
@@ -145,9 +147,7 @@ block("convolution", lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1))(
 )
 block("options", Options)(lambda net, own, x, seen: own(x, scale=0.7, mask=x > 1))
 block("frozen", lambda: layer().requires_grad_(False))(lambda net, own, x, seen: own(x) + x)
-block("merged dims", nn.Sequential)(
-    lambda net, own, x, seen: net.shared(x.reshape(-1, x.shape[-1])).view_as(x)
-)
+block("merged dims")(lambda net, own, x, seen: net.shared(x.reshape(-1, x.shape[-1])).view_as(x))
 block("parameter")(lambda net, own, x, seen: x @ net.matrix)
 block("buffer")(lambda net, own, x, seen: x * net.mask + net.offset)
 block("tied", lambda: nn.Linear(WIDTH, WIDTH))(lambda net, own, x, seen: own(x).tanh())

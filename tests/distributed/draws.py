@@ -177,8 +177,8 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
     and to what is logged of the last one.
     """
     cuts_evenly, rounds = against != "batches", against == "rounding"
-    left_out = {"weight", "own code"} if cuts_evenly or replicas == 2 else set()
-    left_out |= {"two views"} if rounds else set()
+    left_out = {"weight", "own code", "collects"} if cuts_evenly or replicas == 2 else set()
+    left_out |= {"two views", "two nets", "penalty"} if rounds else set()
     left_out |= {"lengths"} if cuts_evenly else set()
     steps = [name for name in STEPS if name not in left_out]
     step = one(*steps, *(name for name in steps if name != "manual"), "forward")

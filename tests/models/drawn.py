@@ -89,6 +89,42 @@ def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
     return (weights * F.l1_loss(self(x), y, reduction="none").mean(1)).mean()
 
 
+@step("two nets")
+def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
+    hidden = self.net(x)
+    again = self.other(hidden) + self.other(x)
+    return F.mse_loss(self.head(again.mean(1)), y) + 0.1 * (hidden - again).square().mean()
+
+
+@step("penalty")
+def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
+    weights = [*self.head.parameters(), *self.net.blocks[0].parameters()]
+    return F.mse_loss(self(x), y) + 0.01 * sum(weight.square().sum() for weight in weights)
+
+
+@step("twice, once without gradient")
+def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        self.log("before", self(x).mean())
+    return F.mse_loss(self(x), y)
+
+
+@step("collects")
+def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
+    out = self(x)
+    self.collected.append(out.detach().abs().mean())
+    self.count += 1
+    return F.mse_loss(out * (1 + 0.01 * self.count), y)
+
+
+@step("writes to the batch")
+def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
+    x.mul_(0.5)
+    out = self(x)
+    y += 0.1
+    return F.huber_loss(out, y)
+
+
 @step("manual")
 def _(self: Drawn, x: Tensor, y: Tensor) -> Any:
     optimizer = self.optimizers()
@@ -197,6 +233,10 @@ class Drawn(L.LightningModule):
         self.kind, self.names = step, (optimizer, scheduler, log)
         if step == "teacher":
             self.teacher = copy.deepcopy(nn.Sequential(self.net)).requires_grad_(False)
+        if step == "two nets":
+            self.other = Net(tuple(reversed(blocks)))
+        self.collected: list[Tensor] = []
+        self.count = 0
         if step == "manual":
             self.automatic_optimization = False
 
@@ -212,6 +252,15 @@ class Drawn(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         if self.thaws and self.current_epoch == 1:
             self.net.blocks.requires_grad_(True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if "out" in outputs:
+            self.log("outputs", outputs["out"].abs().mean())
+
+    def on_train_epoch_end(self) -> None:
+        if self.collected:
+            self.log("collected", torch.stack(self.collected).mean())
+            self.collected.clear()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = STEPS[self.kind](self, *tensors(batch))

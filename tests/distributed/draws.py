@@ -182,6 +182,7 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
     left_out |= {"lengths"} if cuts_evenly else set()
     steps = [name for name in STEPS if name not in left_out]
     step = one(*steps, *(name for name in steps if name != "manual"), "forward")
+    callbacks = ["average", "stop", *(["window"] if step != "weight" else [])]
     norms = [(0.05, "norm"), (0.01, "value")]
     return {
         "step": step,
@@ -195,7 +196,7 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
         "log": one(*LOGS),
         "form": one("list", "list", *FORMS),
         "thaws": replicas == 1 and one(False, True),
-        "callback": "none" if cuts_evenly else one("none", "none", "average", "stop", "window"),
+        "callback": "none" if cuts_evenly else one("none", "none", *callbacks),
         "nudged": not cuts_evenly and one(False, False, False, True),
     }
 

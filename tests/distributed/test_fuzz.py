@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.draws import draw_from
 from tests.distributed.trials import examine, simplify
 
-FEW = range(12)
+FEW = range(40)
 FIRST, COUNT = int(os.environ.get("SEED", "0")), int(os.environ.get("DRAWS", "0"))
 
 

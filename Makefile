@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
+DRAWS ?= 500
+SEED ?= $(shell date +%s000)
 
-.PHONY: help train test test-slow test-gpu lint clean
+.PHONY: help train test test-slow test-fuzz test-gpu lint clean
 
 help:
 	@echo "make train [ARGS='schedule=gpipe trainer.max_epochs=2']  train the default experiment"
 	@echo "make test  [ARGS='-k layout']                            run the quick tests"
 	@echo "make test-slow                                           run all the others"
+	@echo "make test-fuzz [DRAWS=500] [SEED=123]                    run random configurations"
 	@echo "make test-gpu                                            run those that need a GPU"
 	@echo "make lint                                                ruff and mypy"
 	@echo "make clean                                               remove what was built and run"
@@ -25,6 +28,12 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cases rest $(ARGS)
+
+# The seeds of the draws are in the ids of the tests: SEED=THAT DRAWS=1 repeats one.
+test-fuzz: SEED := $(SEED)
+test-fuzz: $(VENV)/.installed-test
+	SEED=$(SEED) DRAWS=$(DRAWS) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n 2 -m fuzz tests/distributed/test_fuzz.py $(ARGS)
 
 # One process: the tests that need a CUDA device, which `make test` skips where there is none.
 test-gpu: $(VENV)/.installed-test

@@ -111,6 +111,9 @@ class _Bucket:
 class GradientReducer:
     """Completes gradients once per optimizer step.
 
+    If a hook sees them after every pass, those of shared parameters are summed after every pass:
+    else it would see parts, and what it adds to them would be summed too.
+
     A parameter that several ranks of a pipeline hold (tied weights, the step's own parameters)
     gets the sum over them, and every parameter the mean over the replicas. Where the step weighs
     its losses itself, the mean is over the weights of all microbatches that were accumulated and
@@ -143,11 +146,23 @@ class GradientReducer:
         self._finished: set[int] = set()
         self._buckets: list[_Bucket] = []
         self._weights: list[float | None] = []
-        self.armed = False
+        self._before: list[tuple[nn.Parameter, Tensor]] = []
+        self.armed = self._sums = False
 
-    def arm(self, first_pass: bool, last_pass: bool) -> None:
-        """Announces a pass; only the last one before an optimizer step exchanges gradients."""
-        self.armed = last_pass
+    def arm(self, first_pass: bool, last_pass: bool, sums: bool = False) -> None:
+        """Announces a pass; only the last one before an optimizer step exchanges gradients.
+
+        Args:
+            first_pass: Whether it is the first since the last optimizer step.
+            last_pass: Whether it is the last before the next one.
+            sums: Whether gradients of shared parameters are to be whole after each pass.
+        """
+        self.armed, self._sums = last_pass, sums or last_pass
+        if first_pass or sums:  # what is there has been summed, or is none of the optimizer's
+            several = [p for group, parameters in self._shared if group for p in parameters]
+            self._before = [(p, p.grad) for p in several if p.grad is not None]
+            for parameter in several:
+                parameter.grad = None
         if first_pass:
             self._weights = []
         self._waiting, self._finished, self._buckets = list(self._order), set(), []
@@ -183,14 +198,12 @@ class GradientReducer:
 
     def complete(self) -> None:
         """Waits for all exchanges; call with the gradients in their places."""
+        if self._sums:
+            self._sum()
         if not self.armed:
             return
-        for group, parameters in self._shared:
-            trained = [p for p in parameters if p.requires_grad]
-            if group is not None:
-                for parameters_of_message in _buckets(trained):
-                    _Bucket(parameters_of_message, group).finish(1.0)
-            self._start(trained)
+        for _, parameters in self._shared:
+            self._start(parameters)
         divisor = self._divisor()
         for bucket in self._buckets:
             bucket.finish(divisor)
@@ -200,6 +213,15 @@ class GradientReducer:
             if grads:
                 torch._foreach_div_(grads, divisor)
         self._buckets, self.armed = [], False
+
+    def _sum(self) -> None:
+        """Sums gradients over the stages, and adds what they were before."""
+        for group, parameters in self._shared:
+            for bucket in _buckets([p for p in parameters if p.requires_grad]) if group else ():
+                _Bucket(bucket, group).finish(1.0)
+        for parameter, grad in self._before:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        self._before = []
 
     def _start(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._mesh.sizes.data > 1:

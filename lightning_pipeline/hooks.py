@@ -38,6 +38,12 @@ def seeds_workers() -> bool:
     return bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
 
 
+def sees_each_backward(module: LightningModule) -> bool:
+    """Whether a hook looks at the gradients after every backward, also of accumulated batches."""
+    seers = (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
+    return any(is_overridden("on_after_backward", seer) for seer in seers)
+
+
 def sees_old_gradients(module: LightningModule) -> bool:
     """Whether a hook between the step and the backward looks at the last step's gradients."""
     hooks = ("optimizer_zero_grad", "on_before_zero_grad")

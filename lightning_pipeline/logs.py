@@ -44,7 +44,12 @@ _Key = tuple[str, int]  # name and number of the call with this name in a microb
 
 @dataclass
 class _Entry:
-    """One name that a step logs."""
+    """One name that a step logs.
+
+    Attributes:
+        fresh: Values of the microbatch that runs, as they were logged.
+        is_loss: Whether every value is the loss of its microbatch, which is no sum or extreme.
+    """
 
     arguments: dict[str, Any]
     metric: str | None
@@ -56,6 +61,8 @@ class _Entry:
     microbatches: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     rows: list[float] = field(default_factory=list)
+    fresh: list[Tensor] = field(default_factory=list)
+    is_loss: bool = True
 
     @property
     def weights(self) -> list[float]:
@@ -131,12 +138,20 @@ class LogRecorder:
                 f"{entry.arguments} and {arguments}. Log each name in one way."
             )
         entry.values.append(tensor.to(torch.float64))
+        entry.fresh.append(tensor)
         entry.sizes.append(None if batch_size is None else float(batch_size))
 
-    def end(self) -> None:
-        """Ends a microbatch."""
+    def end(self, loss: Any = None) -> None:
+        """Ends a microbatch.
+
+        Args:
+            loss: What the step returned as its loss, if it did.
+        """
+        place = loss.data_ptr() if isinstance(loss, Tensor) else None
         for entry in self._entries.values():
             new = len(entry.values) - len(entry.rows)
+            entry.is_loss &= all(value.data_ptr() == place for value in entry.fresh)
+            entry.fresh.clear()
             entry.microbatches += [self._ended] * new
             entry.rows += [float(self.rows)] * new
         self._ended += 1
@@ -177,7 +192,8 @@ class LogRecorder:
         values = torch.stack([placed(value, device) for value in entry.values])
         if self._is_count(name, entry, values):
             return values.sum()
-        return _reduced(values, entry.weights, entry.arguments["reduce_fx"])
+        reduction = "mean" if entry.is_loss else _reduction(entry.arguments["reduce_fx"])
+        return _reduced(values, entry.weights, reduction)
 
     def totals(self) -> list[float]:
         """What the batch counts under every name in means over several."""
@@ -231,8 +247,7 @@ def _reduction(reduce_fx: Any) -> str:
     return _REDUCTIONS.get(name.lower(), "mean")
 
 
-def _reduced(values: Tensor, weights: list[float], reduce_fx: Any) -> Tensor:
-    reduction = _reduction(reduce_fx)
+def _reduced(values: Tensor, weights: list[float], reduction: str) -> Tensor:
     if reduction == "mean":
         weighted = [v * weight for v, weight in zip(values, weights, strict=True) if weight > 0]
         if not weighted:

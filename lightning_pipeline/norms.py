@@ -1,4 +1,4 @@
-"""Norms of the whole model's gradients, wherever clipping or a log asks for them."""
+"""Norms and limits of the whole model's gradients, wherever clipping or a log asks for them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ class WholeNorm:
     """Lets ``clip_grad_norm_``, ``get_total_norm`` and Lightning's ``grad_norm`` see all stages.
 
     The Trainer's clipping ends there, and so do a user's own clipping and logs of norms in a hook.
-    Every rank of a pipeline runs the same hooks, so they meet in one sum. What is redirected while
-    a fit lasts is a private function of torch 2.13, and Lightning's ``grad_norm``.
+    Every rank of a pipeline runs the same hooks, so they meet in one sum. ``clip_grad_value_``
+    needs no sum, but torch's fails where there is no gradient, as on a rank whose stages are
+    frozen. What is redirected while a fit lasts is a private function of torch 2.13,
+    ``clip_grad_value_`` and Lightning's ``grad_norm``.
 
     Args:
         mesh: The rank's place, groups built.
@@ -64,8 +66,14 @@ class WholeNorm:
             grads.grad_norm, "_whole_grad_norm", _pass_on_grad_norm, self.grad_norm
         )
 
+        values = clip_grad.clip_grad_value_.__wrapped__  # type: ignore[attr-defined]
+        self._clip_value = _Redirected(
+            values, "_clip_value_of_part", _pass_on_clip_value, self.clip_value
+        )
+
     def remove(self) -> None:
         """Gives torch and Lightning their own functions back."""
+        self._clip_value.undo()
         self._total_norm.undo()
         self._grad_norm.undo()
 
@@ -94,6 +102,12 @@ class WholeNorm:
                 "so they cannot be clipped. Set error_if_nonfinite=False to scale them anyway."
             )
         return total if not given else total.to(given[0].device, given[0].dtype)
+
+    def clip_value(self, parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        """``clip_grad_value_`` of parameters that may all be elsewhere or frozen."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._held() is None or any(parameter.grad is not None for parameter in given):
+            self._clip_value.original(given, clip_value, foreach)
 
     def grad_norm(
         self, module: nn.Module, norm_type: float | str, group_separator: str = "/"
@@ -158,6 +172,10 @@ def _pass_on_total_norm(
     tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False, foreach: Any = None
 ) -> Any:
     return _whole_norm(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[name-defined] # noqa: F821
+
+
+def _pass_on_clip_value(parameters: Any, clip_value: Any, foreach: Any = None) -> Any:
+    return _clip_value_of_part(parameters, clip_value, foreach)  # type: ignore[name-defined] # noqa: F821
 
 
 def _pass_on_grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:

@@ -134,7 +134,7 @@ class StepPass:
         self.assigned.append(detached(runner.assigned))
         runner.forget()
         self.weights.append(_weight_of(item, returned))
-        self.recorder.end()
+        self.recorder.end(_given_loss(returned))
         if len(self.weights) == len(self.cut.sizes):
             found = [weight for weight in self.weights if isinstance(weight, Tensor)]
             self._coming = Readback(torch.stack(found)) if found else None
@@ -319,8 +319,12 @@ class StepPass:
         return merged
 
 
+def _given_loss(returned: Any) -> Any:
+    return returned.get("loss") if isinstance(returned, Mapping) else returned
+
+
 def _loss_of(item: Microbatch, returned: Any) -> Tensor:
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    loss = _given_loss(returned)
     step = item.plan.step
     if not isinstance(loss, Tensor):
         raise StepError(

@@ -23,7 +23,7 @@ from lightning_pipeline.averaging import Averages
 from lightning_pipeline.batchnorm import Norms
 from lightning_pipeline.building import BuildingStrategy
 from lightning_pipeline.gradients import Parking
-from lightning_pipeline.hooks import sees_old_gradients, without_compilation
+from lightning_pipeline.hooks import sees_each_backward, sees_old_gradients, without_compilation
 from lightning_pipeline.launching import ScriptLauncher
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.monitoring import (
@@ -263,9 +263,8 @@ class PipelineStrategy(BuildingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        # The weights follow when they are placed: a device need not hold the whole model.
         assert self.lightning_module is not None
-        self.lightning_module._device = self.root_device
+        self.lightning_module._device = self.root_device  # the weights follow when they are placed
 
     # steps
 
@@ -274,11 +273,12 @@ class PipelineStrategy(BuildingStrategy):
         module, pipeline = self._placed("training_step", args)
         loop, accumulated = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
         parameters = [p for group in self.optimizers[0].param_groups for p in group["params"]]
-        self._parks = loop.epoch_loop.batch_idx % accumulated == 0
-        if self._parks:
+        self._parks = first_pass = loop.epoch_loop.batch_idx % accumulated == 0
+        if first_pass:
             pipeline.share_buffers()
             self._parking.clear_for_step(parameters, keep_old=sees_old_gradients(module))
-        pipeline.held.reducer.arm(self._parks, last_pass=not loop._should_accumulate())
+        last_pass, reducer = not loop._should_accumulate(), pipeline.held.reducer
+        reducer.arm(first_pass, last_pass, sums=sees_each_backward(module))
         with self._failing_together():
             loss, output = pipeline.run(
                 "training_step",

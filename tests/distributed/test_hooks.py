@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import lightning as L
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from tests.distributed.fits import Script, distance
-from tests.distributed.test_exactness import TOLERANCE, vectors
+from tests.distributed.test_exactness import TOLERANCE, tokens, vectors
+from tests.models.modules import LanguageModel
 
 
 def encoded(texts):
@@ -38,6 +40,40 @@ class Base(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Nudged(LanguageModel):
+    """Tied weights, and a hook that reads and changes the gradients after every backward."""
+
+    def on_after_backward(self):
+        self.log("norm", grad_norm(self, 2)["grad_2.0_norm_total"])
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad += 0.01 * parameter.detach().sin()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class NudgedApart(Nudged):
+    """The embedding has gradients, and the optimizer does not know it."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.3)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("model", [Nudged, NudgedApart])
+def test_gradients_are_whole_after_every_backward(model, accumulate, replicas):
+    trainer = {"limit_val_batches": 0, "accumulate_grad_batches": accumulate, "max_steps": 3}
+
+    script = Script(partial(model, depth=2), lambda: tokens(112 * replicas), trainer=trainer)
+    expected = script.plain(replicas)
+    for run in script.pipelined(2, replicas, schedule="ZBVZeroBubble"):
+        assert distance(run, expected) <= TOLERANCE
+        if replicas == 1:  # a replica's own part of the gradient, before the mean
+            assert run.metrics == pytest.approx(expected.metrics, rel=1e-12)
 
 
 @dataclass

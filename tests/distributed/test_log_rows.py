@@ -66,6 +66,8 @@ class EveryArgument(Logs):
         self.log("number", 3, on_epoch=True)
         self.log("graph", loss, enable_graph=True, on_epoch=True)
         self.log("synchronised", loss, sync_dist=True, on_step=True, on_epoch=True)
+        for name in ("sum", "min", "max"):
+            self.log(f"loss_{name}", loss.detach(), reduce_fx=name, on_step=True, on_epoch=True)
         self.log("everywhere", loss, sync_dist=True, sync_dist_group=torch.distributed.group.WORLD)
         if self.trainer.is_global_zero:
             self.log("zero", loss, rank_zero_only=True, on_epoch=True)
@@ -87,6 +89,8 @@ class EveryArgument(Logs):
         self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False, prog_bar=True)
         self.log("val_constant", loss, batch_size=8)
         self.log("val_sum", (y == 3).sum(), reduce_fx="sum", sync_dist=True)
+        self.log("val_max", loss, reduce_fx="max")
+        return loss
 
 
 class TwiceInAStep(Logs):

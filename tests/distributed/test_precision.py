@@ -17,7 +17,13 @@ from lightning_pipeline.refusals import check_precision
 from tests.distributed.fits import Script, classes, distance, rows
 from tests.distributed.ranks import RankFailed
 from tests.distributed.test_exactness import TOLERANCE, vectors
-from tests.models.modules import ImageClassifier, LanguageModel, Perceptron, WeightedLoss
+from tests.models.modules import (
+    FrozenPrefix,
+    ImageClassifier,
+    LanguageModel,
+    Perceptron,
+    WeightedLoss,
+)
 
 
 class Overflows(Perceptron):
@@ -66,6 +72,51 @@ def test_clipping_sees_the_whole_gradient(model, schedule, ranks, replicas, algo
     unclipped = Script(model, lambda: vectors(96 * replicas), trainer={"limit_val_batches": 0})
     assert distance(unclipped.plain(replicas), expected) > 1e-4
     for run in script.pipelined(ranks, replicas, schedule=schedule):
+        assert distance(run, expected) <= TOLERANCE
+
+
+BY_VALUE = {"gradient_clip_algorithm": "value"}
+
+
+class FrozenStage(FrozenPrefix):
+    """One rank has no gradient at all."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class LimitsByHand(FrozenStage):
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.02)
+
+
+def scaled():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+WITHOUT_GRADIENTS = {
+    "by value": (FrozenStage, lambda: {"gradient_clip_val": 0.01, **BY_VALUE}),
+    "by norm": (FrozenStage, lambda: {"gradient_clip_val": 0.02}),
+    "by hand": (LimitsByHand, dict),
+    "scaled": (FrozenStage, scaled),
+    "scaled and by value": (
+        FrozenStage,
+        lambda: {**scaled(), "gradient_clip_val": 0.01, **BY_VALUE},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_GRADIENTS)
+def test_a_rank_without_gradients(case):
+    model, flags = WITHOUT_GRADIENTS[case]
+
+    def script():
+        return Script(model, lambda: vectors(96), trainer={"limit_val_batches": 0, **flags()})
+
+    expected = script().plain()
+    for run in script().pipelined(2, partition=("net.7",)):
         assert distance(run, expected) <= TOLERANCE
 
 

@@ -1,0 +1,39 @@
+"""Random configurations: as on one device, or refused before they begin.
+
+``make test-fuzz DRAWS=500`` runs draws that no one has seen, with seeds that the ids show, and
+``make test-fuzz SEED=123 DRAWS=1`` the draw of one id again.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.distributed.draws import draw_from
+from tests.distributed.trials import examine, simplify
+
+FEW = range(40)
+FIRST, COUNT = int(os.environ.get("SEED", "0")), int(os.environ.get("DRAWS", "0"))
+
+
+def check(seed: int) -> None:
+    draw = draw_from(seed)
+    outcome = examine(draw)
+    if not outcome.is_right:
+        pytest.fail(
+            f"{outcome.kind}: {outcome.text}\n{draw}\nmore simply {simplify(draw, outcome)}\n"
+            f"again by: make test-fuzz SEED={seed} DRAWS=1",
+            pytrace=False,
+        )
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_few_draws(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
+def test_draws(seed: int) -> None:
+    check(seed)

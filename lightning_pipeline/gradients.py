@@ -217,8 +217,9 @@ class GradientReducer:
     def _sum(self) -> None:
         """Sums gradients over the stages, and adds what they were before."""
         for group, parameters in self._shared:
-            for bucket in _buckets([p for p in parameters if p.requires_grad]) if group else ():
-                _Bucket(bucket, group).finish(1.0)
+            if group is not None:
+                for bucket in _buckets([p for p in parameters if p.requires_grad]):
+                    _Bucket(bucket, group).finish(1.0)
         for parameter, grad in self._before:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self._before = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -39,9 +40,19 @@ def seeds_workers() -> bool:
 
 
 def sees_each_backward(module: LightningModule) -> bool:
-    """Whether a hook looks at the gradients after every backward, also of accumulated batches."""
+    """Whether a hook looks at the gradients after every backward, also of accumulated batches.
+
+    The library's own callbacks look at the clock there.
+    """
     seers = (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
-    return any(is_overridden("on_after_backward", seer) for seer in seers)
+    return any(
+        is_overridden("on_after_backward", seer) and not _is_ours(seer.on_after_backward)
+        for seer in seers
+    )
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return hook.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def sees_old_gradients(module: LightningModule) -> bool:

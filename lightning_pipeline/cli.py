@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ Examples:
   lightning-pipeline train schedule=orders.csv
   lightning-pipeline train --multirun schedule=gpipe,1f1b,interleaved_1f1b
   lightning-pipeline train strategy=ddp
-  lightning-pipeline plan experiment=gpt device=h100 devices=8 memory=80GB
+  lightning-pipeline plan experiment=gpt device=h100 devices=8 memory=80GB order=order.csv
   lightning-pipeline test checkpoint=outputs/DAY/TIME/checkpoints/last.ckpt
   lightning-pipeline bench bench=limit ranks=[2] microbatches=[8]
   lightning-pipeline draw schedule=[1f1b,zbv_zero_bubble] ranks=4 microbatches=8 backward_weight=0.8
@@ -69,6 +70,9 @@ Overrides are Hydra's; `lightning-pipeline train --help` lists the groups and th
 
 CONSOLIDATE, BENCH, DRAW = "consolidate", "bench", "draw"
 Metrics = dict[str, float]
+
+_SHOWS_CONFIG = ContextVar("shows_config", default=False)
+"""Whether Hydra only prints the configuration."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     command, *overrides = words
+    _SHOWS_CONFIG.set(any(word in ("-c", "--cfg") or word[:6] == "--cfg=" for word in words))
     if command == CONSOLIDATE:
         return _consolidate(overrides)
     if command in (BENCH, DRAW):
@@ -203,7 +208,7 @@ def _resolve_layout(name: str, *, _root_: DictConfig) -> Any:
     try:
         return getattr(layout_of(_root_), name)
     except ValueError as error:
-        if any(word.startswith(("--cfg", "-c")) for word in sys.argv[1:]):
+        if _SHOWS_CONFIG.get():
             # Hydra would print a trace of this error, and another one of the interpolation.
             refuse(error)
         raise

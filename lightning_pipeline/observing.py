@@ -75,6 +75,7 @@ class Observer:
         device: The rank's device.
         seed: Seed of random numbers drawn in surveys.
         uncut: Classes of modules that are not cut.
+        is_timed: Whether times are going to be measured.
 
     Attributes:
         carries: What the steps carry from batch to batch.
@@ -90,11 +91,12 @@ class Observer:
         device: torch.device,
         seed: int,
         uncut: tuple[type[nn.Module], ...] = (),
+        is_timed: bool = False,
     ) -> None:
         self._module, self._mesh, self._only = module, mesh, only
         self._device, self._seed = device, seed
         self._by_hand = HandMade.of(module, only, mesh.num_stages)
-        self._analyst = Analyst(module, mesh.num_stages, device, uncut=uncut)
+        self._analyst = Analyst(module, mesh.num_stages, device, uncut=uncut, is_timed=is_timed)
         self.carries = Carries(module)
         self.counts: dict[str, set[Place]] = {}
         self.unsure: dict[str, set[Place]] = {}
@@ -136,7 +138,12 @@ class Observer:
         analyst = self._analyst
         if host != self._device:
             analyst = Analyst(
-                self._module, self._mesh.num_stages, host, analyst.leaves, analyst.uncut
+                self._module,
+                self._mesh.num_stages,
+                host,
+                analyst.leaves,
+                analyst.uncut,
+                is_timed=analyst.is_timed,
             )
         try:
             if not candidate.is_next:  # then modules have the modes that they are to have

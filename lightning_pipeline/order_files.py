@@ -64,8 +64,9 @@ def write_order(lists: Sequence[Sequence[Action]], path: str | Path) -> None:
 
     Args:
         lists: For each rank of one pipeline, what it computes, in order.
-        path: The file.
+        path: The file; folders that it is in are made.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([str(action) for action in row] for row in lists)
 

@@ -106,7 +106,13 @@ class PlacedModule:
     def _make_observer(self) -> Observer:
         options = self._options
         return Observer(
-            self._module, self._mesh, options.module, self._device, self._seed, options.uncut
+            self._module,
+            self._mesh,
+            options.module,
+            self._device,
+            self._seed,
+            options.uncut,
+            options.balance_by == "time",
         )
 
     def reschedule(self, options: Options) -> None:

@@ -34,12 +34,14 @@ class StageTime(NamedTuple):
         backward_input: Duration of ``I``.
         backward_weight: Duration of ``W``; a whole backward ``B`` takes ``I`` plus ``W``.
         recompute: Duration of what is computed again at the begin of ``B`` or ``I``.
+        joint: What ``B`` takes less than ``I`` and ``W`` one by one.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
     recompute: float = 0.0
+    joint: float = 0.0
 
     def of(self, op: str) -> float:
         """Returns the duration of one operation in seconds."""
@@ -47,8 +49,8 @@ class StageTime(NamedTuple):
             return self.forward
         if op == "W":
             return self.backward_weight
-        whole = self.backward_weight if op == "B" else 0.0
-        return self.backward_input + whole + self.recompute
+        rest = self.backward_weight - self.joint if op == "B" else 0.0
+        return self.backward_input + rest + self.recompute
 
 
 class StageBytes(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -41,8 +41,7 @@ def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.devi
 
     Each piece runs by itself on made-up values, its weights on the device for that long. Of the
     repetitions the fastest counts, of the ranks of a pipeline the median, so that all cut alike. A
-    call that is not cut, and a piece that made-up values do not suit, keep their cost, in the
-    measured ones' proportion.
+    piece that made-up values do not suit keeps its cost, in the measured ones' proportion.
 
     Args:
         survey: What a step calls; its calls' costs are replaced.
@@ -50,7 +49,9 @@ def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.devi
         mesh: The rank's place, groups built.
         device: The rank's device.
     """
-    found = measure(survey, context, device)
+    modules = [module for _, module in survey.targets]
+    programs = [call.program or call.alone for call in survey.calls]
+    found = measure(programs, modules, context, device)
     flat = [
         value.forward + value.backward if value is not None else float("nan")
         for call, seconds in zip(survey.calls, found, strict=True)
@@ -66,31 +67,36 @@ def time_pieces(survey: Survey, context: Context, mesh: Mesh, device: torch.devi
 
 
 def measure(
-    survey: Survey, context: Context, device: torch.device
+    programs: Sequence[Program | None],
+    modules: Sequence[nn.Module],
+    context: Context,
+    device: torch.device,
+    splits: bool = False,
 ) -> list[list[PieceSeconds | None] | None]:
-    """Runs every piece of a survey by itself on made-up values.
+    """Runs every piece of some recordings by itself on made-up values.
 
     Args:
-        survey: What a step calls; it is left as it is.
+        programs: The recordings; they are left as they are.
+        modules: The modules that they are of.
         context: The precision plugin's context of the step.
         device: Where the pieces run.
+        splits: Whether the parts of a backward are measured too.
 
     Returns:
-        For each call the seconds of each piece of its recording, ``None`` for what does not run on
-        made-up values or has no recording.
+        For each recording the seconds of each piece, ``None`` for what does not run on made-up
+        values and where there is no recording.
     """
-    pictures = [Picture(module.named_modules()) for _, module in survey.targets]
+    pictures = [Picture(module.named_modules()) for module in modules]
     known: dict[int, list[PieceSeconds | None]] = {}
     try:
         with context(), torch.enable_grad(), kept_random_state(device):
-            for call in survey.calls:
-                program = call.program
+            for program in programs:
                 if program is not None and id(program) not in known:
-                    known[id(program)] = _Bench(program, device).seconds()
+                    known[id(program)] = _Bench(program, device, splits).seconds()
     finally:
         for picture in pictures:  # made-up values must leave nothing behind
             picture.restore()
-    return [known.get(id(call.program)) for call in survey.calls]
+    return [known.get(id(program)) for program in programs]
 
 
 def _median(own: Tensor, mesh: Mesh) -> Tensor:
@@ -105,8 +111,8 @@ def _median(own: Tensor, mesh: Mesh) -> Tensor:
 class _Bench:
     """Runs the pieces of one recording one by one."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
-        self._program, self._device = program, device
+    def __init__(self, program: Program, device: torch.device, splits: bool) -> None:
+        self._program, self._device, self._splits = program, device, splits
         positions = [position for position, _ in program.inputs]
         self._inputs: list[Any] = [None] * (1 + max(positions, default=-1))
         for position, value in program.inputs:
@@ -135,7 +141,7 @@ class _Bench:
         return PieceSeconds(forward, backward, max(0.0, backward - inputs))
 
     def _run(self, part: StageFunction, carried: tuple[Tensor, ...]) -> tuple[float, float, float]:
-        """Seconds of a forward, of its backward, and of the gradients of its inputs alone."""
+        """Seconds of a forward, of its backward, and of that for its inputs alone."""
         given = tuple(value.view_as(value) for value in carried)
         before = {id(value) for value in given}
         out: list[Tensor] = []
@@ -154,7 +160,7 @@ class _Bench:
         if not out:
             return there, 0.0, 0.0
         back = self._clocked(lambda: torch.autograd.backward(out, gradients))
-        if not trained:
+        if not trained or not self._splits:
             return there, back, 0.0
         forward()
         only = self._clocked(

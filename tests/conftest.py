@@ -15,7 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
-_WITH_PROCESSES = ("tests/distributed/", "tests/unit/test_splitting_zoo.py")
+_SLOW = ("tests/distributed/", "tests/unit/test_splitting_zoo.py")
 _FEW = 4
 """Cases of one test function that a quick run takes all."""
 
@@ -40,9 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if asked == "all":
         return
     quick = set(_quick(items))
-    kept = [item for item in items if (item in quick) == (asked == "quick")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        kept[(item in quick) == (asked == "quick")].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = kept[True]
 
 
 def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -58,6 +60,6 @@ def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item in items:
         name = table(item)
         number, seen[name] = seen[name], seen[name] + 1
-        many = name.startswith(_WITH_PROCESSES) and sizes[name] > _FEW
+        many = name.startswith(_SLOW) and sizes[name] > _FEW
         if item.get_closest_marker("slow") is None and (not many or number * _GOLDEN % 1 < _SHARE):
             yield item

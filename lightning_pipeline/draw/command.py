@@ -156,6 +156,17 @@ def _content(format: str, steps: Steps) -> str | bytes:
             )
         return draw_page(list(steps), step)
     timelines = {entry.name: each.timeline(entry) for entry, each in steps.items()}
+    if len({(each.ranks, each.microbatches) for each in steps.values()}) > 1 and any(
+        entry.sizes for entry in steps
+    ):
+        raise ValueError(
+            "Schedules beside one of a file must have its ranks and microbatches, got "
+            + ", ".join(
+                f"{each.ranks} and {each.microbatches} for {entry.name}"
+                for entry, each in steps.items()
+            )
+            + f". Set ranks={step.ranks} microbatches={step.microbatches}, or draw each by itself."
+        )
     if format == "text":
         return draw_texts(timelines, _columns())
     ranks = one_of(sorted({each.ranks for each in steps.values()}), "rank")

@@ -7,7 +7,7 @@ for all that is done row by row or to the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,9 @@ from lightning_pipeline.batch import cut_batch, even_cut
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.placing import SECONDS_PER_BYTE
 from lightning_pipeline.planning.loads import Load, added, part_of
+from lightning_pipeline.planning.measuring import measure_work
 from lightning_pipeline.planning.own_code import OwnCode
 from lightning_pipeline.splitting import Rates, state_items
-from lightning_pipeline.splitting.cost import PieceWork, Work
 from lightning_pipeline.splitting.torch_private import (
     FakeTensorMode,
     disable_current_modes,
@@ -40,12 +40,8 @@ from lightning_pipeline.steps import (
 )
 from lightning_pipeline.steps.analyst import Analysis
 from lightning_pipeline.steps.handmade import METHOD
-from lightning_pipeline.timing import PieceSeconds, measure
 
 _HOST = torch.device("cpu")
-
-_TICK = 1e-9
-"""Seconds of what was too short to be measured, but is something."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +153,8 @@ class Blueprint:
         self._module, self._partition = module, partition
         self._optimizer_bytes = optimizer_bytes
         self._only, self._rest, self._context = only, rest, context
-        self._measured_on = measured_on
-        analyst = _Planner(module, num_stages, rates, uncut)
+        self._measured_on, self._rates = measured_on, rates
+        analyst = _Planner(module, num_stages, rates, uncut, measured_on is not None)
         sizes = sorted({max(1, rows // most) for most in counts})
         recorded = [self._record(analyst, batch, rows, size) for size in sizes]
         self._small, self._large = recorded[0], recorded[-1]
@@ -208,9 +204,11 @@ class Blueprint:
                 f"training_step cannot be followed without values: {found.error}. Plan without "
                 "code that reads values of tensors behind the call of the model, e.g. loss.item()."
             ) from found.error
+        seen, load = analyst.seen[: len(found.calls)], own.load
         if self._measured_on is not None:
-            _measure(found, self._context, self._measured_on)
-        return _Recorded(found, analyst.seen[: len(found.calls)], own.load)
+            device, rates = self._measured_on, self._rates
+            load = measure_work(found, seen, load, self._context, device, rates)
+        return _Recorded(found, seen, load)
 
     def _cut(self, num_stages: int) -> Drawing:
         seen = self._large.survey
@@ -246,8 +244,17 @@ class _Planner(Analyst):
         num_stages: int,
         rates: Rates,
         uncut: tuple[type[nn.Module], ...],
+        is_timed: bool,
     ) -> None:
-        super().__init__(root, num_stages, _HOST, uncut=uncut, rates=rates, counts_saved=True)
+        super().__init__(
+            root,
+            num_stages,
+            _HOST,
+            uncut=uncut,
+            rates=rates,
+            counts_saved=True,
+            is_timed=is_timed,
+        )
         self.seen: list[Analysis] = []
 
     def analyse(self, *args: Any) -> Any:
@@ -255,41 +262,6 @@ class _Planner(Analyst):
         with disable_current_modes():
             self.seen.append(super().analyse(*args))
         return self.seen[-1]
-
-
-def _measure(
-    found: Survey, context: Callable[[], AbstractContextManager[Any]], device: torch.device
-) -> None:
-    """Puts measured times in place of the work of the pieces; those that do not run keep theirs."""
-    for call, seconds in zip(found.calls, measure(found, context, device), strict=True):
-        if call.program is None or seconds is None:
-            continue
-        work = call.program.work
-        work[:] = [_as_measured(*pair) for pair in zip(work, seconds, strict=True)]
-        call.cost = [
-            cost if each is None else each.forward + each.backward
-            for cost, each in zip(call.cost, _of_call(seconds, call.num_pieces), strict=True)
-        ]
-
-
-def _of_call(
-    seconds: Sequence[PieceSeconds | None], num_pieces: int
-) -> Sequence[PieceSeconds | None]:
-    """The same for the pieces of a call, which is one piece if it is not cut."""
-    if num_pieces == len(seconds):
-        return seconds
-    known = [each for each in seconds if each is not None]
-    return [PieceSeconds(*map(sum, zip(*known, strict=True)))] if known else [None]
-
-
-def _as_measured(work: PieceWork, seconds: PieceSeconds | None) -> PieceWork:
-    if seconds is None:
-        return work
-    parts = (
-        Work() if part == Work() else Work(measured=max(value, _TICK))
-        for part, value in zip(work, seconds, strict=True)
-    )
-    return PieceWork(*parts)
 
 
 def _pieces(found: Survey) -> list[tuple[str, int]]:

@@ -125,8 +125,7 @@ class Bounds:
         if self.microbatches != "auto":
             return [self.microbatches]
         if schedule is not None and schedule.sizes is not None:
-            own = schedule.sizes.microbatches
-            return [own] if own <= self.rows // self.min_rows else []
+            return [schedule.sizes.microbatches]
         most = min(self.rows // self.min_rows, _MOST_PER_RANK * ranks)
         least = min(ranks // 2, most)
         return [m for m in range(least, most + 1) if self.rows % m == 0] or [most]
@@ -176,10 +175,15 @@ def _of_layout(
     if not legal:
         most = max(counts, default=1)
         nearest = schedule.nearest_microbatches(most, ranks, depth)
-        # A batch of fewer rows is filled up at run time, which wastes time: no plan for it.
         yield Dropped(what, f"needs {one_of(nearest, 'microbatch', 'es')}", "count")
         return
+    most = bounds.rows // bounds.min_rows
     for microbatches in legal:
+        if microbatches > most:  # then it is filled up at run time, which wastes time
+            asked = f"its {plural(microbatches, 'microbatch', 'es')} need "
+            rows = plural(microbatches * bounds.min_rows, "row")
+            yield Dropped(what, f"{asked}{rows}, the batch has {bounds.rows}", "count")
+            continue
         for recompute in bounds.recompute:
             yield Candidate(
                 schedule, ranks, bounds.devices // ranks, depth, microbatches, recompute

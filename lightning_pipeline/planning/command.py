@@ -44,7 +44,7 @@ from lightning_pipeline.planning.tables import (
 )
 from lightning_pipeline.recipes import Recipes
 from lightning_pipeline.refusals import one_optimizer
-from lightning_pipeline.schedules import SCHEDULES, get_schedule, require_count
+from lightning_pipeline.schedules import SCHEDULES, get_schedule, is_file, require_count
 from lightning_pipeline.splitting import UNPLACED, Rates, release, state_items
 from lightning_pipeline.wording import plural
 
@@ -108,7 +108,13 @@ def _with_order(outlook: Outlook, path: str) -> tuple[Outlook, str]:
             f"No order was found that is faster than {known.candidate.schedule.name} by 1 %: "
             f"{path} is not written."
         )
-    write_order(found.lists, path)
+    try:
+        write_order(found.lists, path)
+    except OSError as error:
+        raise ValueError(
+            f"The order's file must be writable, got {error}. The name comes from order={path}. "
+            "Set it to a file in a folder that can be written to."
+        ) from None
     gain = 100 * (1 - found.seconds_per_sample / known.seconds_per_sample)
     note = (
         f"The order in {path} takes {gain:.1f} % less time for a sample than the best schedule, "
@@ -145,13 +151,7 @@ def _bounds(cfg: DictConfig) -> Bounds:
             f"devices={cfg.devices}. Set devices=2 or more."
         )
     named = cfg.schedule.name != "auto"
-    order = cfg.order
-    if order is not None and (named or not str(order).endswith(".csv")):
-        raise ValueError(
-            "order must be the name of a .csv file for an order that is searched among all "
-            f"schedules, got order={order} with schedule={cfg.schedule.name}. Set "
-            "order=order.csv schedule=auto."
-        )
+    _check_order(cfg.order, cfg.schedule.name)
     asked = cfg.activation_checkpointing
     bounds = Bounds(
         devices,
@@ -164,6 +164,15 @@ def _bounds(cfg: DictConfig) -> Bounds:
     )
     bounds.check()
     return bounds
+
+
+def _check_order(order: str | None, schedule: str) -> None:
+    if order is not None and (schedule != "auto" or not is_file(order) or "," in order):
+        raise ValueError(
+            "order must be the name of a .csv file, without commas, for an order that is searched "
+            f"beside all schedules, got order={order} with schedule={schedule}. Set "
+            "order=order.csv schedule=auto."
+        )
 
 
 def _limit(cfg: DictConfig, device: Device) -> float:

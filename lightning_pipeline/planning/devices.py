@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -25,7 +25,9 @@ THIS_MACHINE = "this_machine"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = 1.024  # for each prefix of KiB, MiB, GiB, TiB
 _SECONDS = 0.15  # of each measurement
-_CPU_ACTION = 5e-4  # docs/speed.md
+# Between 0.35 ms, half of what a forward and a backward take when they are warm, and 1.35 ms when
+# each follows a sleep: docs/speed.md.
+_CPU_ACTION = 5e-4
 _CPU_LATENCY = 2.5e-4  # of gloo to a process that sleeps; docs/speed.md
 
 
@@ -141,11 +143,28 @@ def device_of(node: Any) -> Device:
     """
     content = OmegaConf.to_container(node) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(content, dict)
+    _check_keys(content)
     if content["name"] == THIS_MACHINE:
         content |= _measured()
     ways = {key: Way(**content[key]) for key in ("node", "network")}
     sizes = {key: parse_bytes(key, content[key]) for key in ("memory", "reserved")}
     return Device(**{**content, **ways, **sizes})
+
+
+def _check_keys(content: Mapping[Any, Any]) -> None:
+    """Refuses a device's file that lacks figures, or has others."""
+    known = [field.name for field in fields(Device)]
+    lacks = [name for name in known if name not in content]
+    more = [str(name) for name in content if name not in known]
+    if lacks or more:
+        faults = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has {', '.join(more)}"] * bool(
+            more
+        )
+        raise ValueError(
+            f"A device's file must have the keys {', '.join(known)}, and that of "
+            f"{content.get('name', 'this one')} {' and '.join(faults)}. It comes from device= and "
+            "--config-dir. Copy a file of conf/device and change its figures."
+        )
 
 
 def local_device(device: torch.device) -> Device:
@@ -239,6 +258,7 @@ def _measured() -> dict[str, Any]:
         "bandwidth": moved,
         "elements": drawn.numel() / _seconds(lambda: drawn.normal_()),
         "launch": _seconds(lambda: tiny + tiny),
+        "action": _CPU_ACTION,
         "memory": _memory(),
         # Between processes of one machine a message is copied in, through and out again.
         "node": {"bandwidth": moved / 3, "latency": _CPU_LATENCY},

@@ -77,12 +77,11 @@ class Prediction:
         self._rows, self._rates = rows, rates
         self.loads = drawing.loads(rows / candidate.microbatches)
         self._again = _recomputed(candidate)
-        self.times = self._times(candidate.schedule.splits_backward)
+        self.times = tuple(
+            _time(load, rates, device, again)
+            for load, again in zip(self.loads, self._again, strict=True)
+        )
         self._keeps = self._kept(candidate.schedule.splits_backward)
-
-    def _times(self, splits: bool) -> tuple[StageTime, ...]:
-        pairs = zip(self.loads, self._again, strict=True)
-        return tuple(_time(load, self._rates, self._device, again, splits) for load, again in pairs)
 
     def _kept(self, splits: bool) -> list[StageBytes]:
         pairs = zip(self.loads, self._again, strict=True)
@@ -116,7 +115,7 @@ class Prediction:
         limits = [room - (held.total - held.activations) for held in self.memory]
         bounded = room < float("inf")
         return Costs(
-            self._times(splits=True),
+            self.times,
             self._links,
             self._kept(splits=True),
             limits if bounded else (),
@@ -194,21 +193,14 @@ def _recomputed(candidate: Candidate) -> list[bool]:
     return [kind == "full" or (kind == "except_last" and s < last) for s in range(last + 1)]
 
 
-def _time(load: Load, rates: Rates, device: Device, again: bool, splits: bool) -> StageTime:
+def _time(load: Load, rates: Rates, device: Device, again: bool) -> StageTime:
     forward, backward = load.forward.seconds(rates), load.backward.seconds(rates)
-    weight = load.weight.seconds(rates)
+    there, whole = device.with_python(forward), device.with_python(backward)
     if again:  # then the whole backward runs at once
-        seen = device.with_python(forward)
-        return StageTime(seen, device.with_python(backward + forward) - forward, 0.0, forward)
-    if not splits:
-        back = device.with_python(backward)
-        weight *= back / backward if backward else 0.0
-        return StageTime(device.with_python(forward), back - weight, weight)
-    return StageTime(
-        device.with_python(forward),
-        device.with_python(max(0.0, backward - weight)),
-        device.with_python(weight),
-    )
+        return StageTime(there, device.with_python(backward + forward) - forward, 0.0, forward)
+    weight = load.weight.seconds(rates)
+    inputs, weights = map(device.with_python, (max(0.0, backward - weight), weight))
+    return StageTime(there, inputs, weights, joint=inputs + weights - whole)
 
 
 def _bytes(load: Load, again: bool, splits: bool) -> StageBytes:

@@ -73,6 +73,7 @@ class Analysis:
         writes: Buffers that it writes.
         reason: Why it cannot be recorded.
         seen: Structure and leaves of the output, a tensor as its TensorMeta, if it has been run.
+        alone: Recording that does not look into a module that is not cut, to measure its time.
     """
 
     program: Program | None
@@ -82,6 +83,7 @@ class Analysis:
     writes: frozenset[str]
     reason: SplitError | None = None
     seen: tuple[Any, list[Any]] | None = None
+    alone: Program | None = None
 
     def see(self, out: Any) -> Any:
         """Notes what the call gives, which it returns."""
@@ -137,6 +139,7 @@ class Analyst:
         uncut: Classes of modules that stay in one piece.
         rates: Speed of the device; by default that of its type.
         counts_saved: Whether recordings note what autograd saves.
+        is_timed: Whether what is not cut gets a recording to measure its time by.
 
     Attributes:
         fresh_from: Identities of the tensors that were attributes of modules before the step.
@@ -151,6 +154,7 @@ class Analyst:
         uncut: tuple[type[nn.Module], ...] = (),
         rates: Rates | None = None,
         counts_saved: bool = False,
+        is_timed: bool = False,
     ) -> None:
         self._root, self._num_stages, self._device = root, num_stages, device
         self._canonical = canonical_names(root)
@@ -159,6 +163,7 @@ class Analyst:
         self.fresh_from: frozenset[int] | None = None
         self.leaves, self.uncut = {} if leaves is None else leaves, uncut
         self._rates, self._counts_saved = rates, counts_saved
+        self.is_timed = is_timed
 
     def ambient(self) -> tuple[Any, ...]:
         """Autograd and autocast state of this moment."""
@@ -179,9 +184,25 @@ class Analyst:
         key = (name, arguments, modes, self.ambient(), checkpointing, settings)
         return self._memo.get(
             key,
-            lambda: self._record(name, module, forward, args, kwargs, checkpointing),
+            lambda: self._timed(
+                self._record(name, module, forward, args, kwargs, checkpointing),
+                module,
+                args,
+                kwargs,
+            ),
             lambda known: known.program is None or not known.program.changed_settings(),
         )
+
+    def _timed(
+        self,
+        found: Analysis,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Analysis:
+        if self.is_timed and not found.cuttable:
+            found.alone = self._record_as_one(module, args, kwargs)
+        return found
 
     def keep_changes(self) -> None:
         """Makes again what forwards change at their first call alone, on every rank alike.

@@ -46,6 +46,7 @@ class Call:
         reason: Why it cannot be recorded, if it cannot.
         trains: Whether a gradient may reach it.
         dropped: Positions of outputs that could have a gradient, but for the loss.
+        alone: Recording of its module as a whole, to measure its time if it is not cut.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Call:
     cloned: bool = False
     trains: bool = True
     dropped: frozenset[int] = frozenset()
+    alone: Program | None = None
 
     @property
     def num_pieces(self) -> int:

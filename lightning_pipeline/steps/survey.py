@@ -200,6 +200,7 @@ class _Surveyor:
             found.writes,
             self.analyst.ambient() != self._ambient or manner_of(self.module) != self._manner,
             found.reason,
+            alone=found.alone,
         )
         if self.made_up:
             out = found.made_up_output(name, self.device)

@@ -394,7 +394,9 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     first, _ = one_rank(Decoder, Bare)
     state = {"state_dict": first, "pytorch-lightning_version": L.__version__}
     torch.save(state, tmp_path / "first.ckpt")
-    with pytest.raises(RankFailed, match=r"size mismatch for model.*\(17, 16\) there and \(19, 16\)"):
+    with pytest.raises(
+        RankFailed, match=r"size mismatch for model.*\(17, 16\) there and \(19, 16\)"
+    ):
         script(more_tokens, checkpoint=tmp_path / "first.ckpt").pipelined(1, schedule="GPipe")
 
 

@@ -18,6 +18,7 @@ from lightning_pipeline.splitting import CPU_RATES
 from lightning_pipeline.splitting.torch_private import storage_of
 
 Batch = tuple[Tensor, Tensor]
+HOST = torch.device("cpu")
 
 
 class MLP(L.LightningModule):
@@ -169,7 +170,7 @@ class Uneven(MLP):
 def test_measured_times_take_the_place_of_work_and_move_the_cut() -> None:
     made = [
         Blueprint(Uneven(), vectors(8), 8, (1, 8), 4, CPU_RATES, {}, measured_on=device)
-        for device in (None, torch.device("cpu"))
+        for device in (None, HOST)
     ]
     by_cost, by_time = (each.cut(2).loads(4) for each in made)
     assert by_cost[0].forward.seconds(CPU_RATES) < 0.005
@@ -178,3 +179,44 @@ def test_measured_times_take_the_place_of_work_and_move_the_cut() -> None:
     assert made[1].cut(2).plan.stage_names[0] != made[0].cut(2).plan.stage_names[0]
     # What is kept in memory follows from the cut, not from the clock.
     assert by_time[1].deferred > 0 and 0 < by_time[1].weight.seconds(CPU_RATES) < 0.01
+
+
+class Plain(L.LightningModule):
+    """Calls its layers one by one, so that none is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Sleepy(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.last(self.second(self.first(batch[0]))), batch[1])
+
+
+def test_calls_that_are_not_cut_are_measured_too() -> None:
+    made = Blueprint(Plain(), vectors(8), 8, (1, 8), 2, CPU_RATES, {}, measured_on=HOST)
+    first, last = made.cut(2).loads(4)
+    assert 0.01 <= first.forward.seconds(CPU_RATES) < 0.1
+    assert last.forward.seconds(CPU_RATES) < 0.01
+    assert made.cut(2).plan.stage_names[0] == ["first"]
+
+
+class Moody(nn.Linear):
+    """Does not like the values that are made up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and bool((x == 1).all()):
+            raise RuntimeError("not this")
+        return super().forward(x)
+
+
+def test_what_does_not_run_keeps_its_cost_in_proportion() -> None:
+    class Mixed(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = Moody(32, 32)
+
+    made = Blueprint(Mixed(), vectors(8), 8, (8, 8), 1, CPU_RATES, {}, measured_on=HOST)
+    plain = Blueprint(Mixed(), vectors(8), 8, (8, 8), 1, CPU_RATES, {})
+    calls, costs = made.cut(1).plan.calls, [call.cost[0] for call in plain.cut(1).plan.calls]
+    first, second, last = (call.cost[0] for call in calls)
+    assert last == pytest.approx(costs[2] * (first + second) / (costs[0] + costs[1]))

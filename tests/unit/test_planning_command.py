@@ -19,10 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import cli
-from lightning_pipeline.planning import blueprint, searching
+from lightning_pipeline.planning import measuring, searching
 from lightning_pipeline.planning.command import run_plan
 from lightning_pipeline.schedules import SCHEDULES, get_schedule
-from lightning_pipeline.timing import measure
 
 SMALL = ["experiment=gpt", "device=h100", "devices=4", "data.num_characters=20000"]
 
@@ -223,11 +222,13 @@ def test_an_order_is_searched_and_written(
     assert out.startswith("mine.csv: 4 stages") and "The order in mine.csv takes" in out
     [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
     assert "schedule=mine.csv" in line and "order=" not in line
+    code, _, err = run(capsys, monkeypatch, tmp_path, *SMALL, *words[:3], "order=mine.csv/mine.csv")
+    assert code == 2 and "The order's file must be writable" in err
 
 
 def _preferred(found: searching.Prediction) -> float:
     """Its own speed, and more for what was searched."""
-    return (1 + (found.candidate.schedule.name == "mine.csv")) / found.seconds_per_sample
+    return (1 + found.candidate.schedule.name.endswith("mine.csv")) / found.seconds_per_sample
 
 
 def test_an_order_that_gains_nothing_is_not_written(
@@ -243,7 +244,13 @@ def test_times_of_this_machine_are_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
-    monkeypatch.setattr(blueprint, "measure", lambda *args: asked.append(args) or measure(*args))
+    run_all = measuring.measure
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        return run_all(*args, **kwargs)
+
+    monkeypatch.setattr(measuring, "measure", measure)
     words = ["experiment=gpt", "devices=2", "data.num_characters=20000", "schedule=gpipe"]
     code, out, _ = run(capsys, monkeypatch, tmp_path, *words, "strategy.balance_by=time")
     assert code == 0 and len(asked) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 from lightning_pipeline.planning.devices import (
     THIS_MACHINE,
     device_names,
+    device_of,
     get_device,
     local_device,
     parse_bytes,
@@ -114,3 +115,11 @@ def test_dtype_of_products_is_that_of_autocast_or_of_most_weights() -> None:
         return torch.autocast("cpu", torch.bfloat16)
 
     assert product_dtype(module, host, autocast) == torch.bfloat16
+
+
+def test_a_file_that_lacks_a_figure_or_has_another_is_refused() -> None:
+    content = asdict(get_device("h100"))
+    del content["action"]
+    content["speed"] = 1
+    with pytest.raises(ValueError, match=r"that of h100 lacks action and has speed.*Copy a file"):
+        device_of(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -76,6 +77,18 @@ def test_candidates_are_legal_and_of_every_schedule() -> None:
 def test_illegal_counts_are_dropped_with_the_nearest_legal_one() -> None:
     [dropped] = candidates(Bounds(4, 3, schedules=[get_schedule("1F1B")], ranks=4), 100)
     assert dropped == Dropped("1F1B with 4 x 1 stage", "needs 4 microbatches", "count")
+
+
+def test_more_microbatches_than_rows_are_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "three.csv"
+    path.write_text("0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    for given in ({}, {"microbatches": 3}):
+        bounds = Bounds(2, 2, schedules=[get_schedule(str(path))], ranks=2, **given)  # type: ignore[arg-type]
+        found = list(candidates(bounds, 100))
+        assert {d.why for d in found if isinstance(d, Dropped)} == {
+            "its 3 microbatches need 3 rows, the batch has 2"
+        }
+        assert not any(isinstance(each, Candidate) for each in found)
 
 
 def test_a_model_of_few_pieces_drops_many_stages() -> None:
@@ -259,11 +272,11 @@ def test_an_order_of_its_own_beats_all_schedules_and_fits(
     far = replace(device, node=Way(1e15, 2e-6))
     bounds = Bounds(4, ROWS, ranks=4, microbatches=8, recompute=["none"])
     free = planner(blueprint, far).search(bounds)
-    for limit in (1e12, free.fitting[0].peak * 0.9):
+    for limit, part in ((1e12, 0.9), (free.fitting[0].peak * 0.9, 0.82)):
         outlook = planner(blueprint, far, limit).search(bounds)
         found = searched(outlook, "mine.csv")
         assert found is not None and found.candidate.schedule.name == "mine.csv"
-        assert found.seconds_per_sample < 0.99 * outlook.fitting[0].seconds_per_sample
+        assert found.seconds_per_sample < part * outlook.fitting[0].seconds_per_sample
         assert found.peak <= limit
         assert found.candidate.microbatches == 8
         again = searched(outlook, "mine.csv")
@@ -287,5 +300,5 @@ def test_python_is_hidden_behind_the_work_of_a_gpu_and_added_on_a_cpu(
     cpu = predict(blueprint, replace(device, action=longer, kind="cpu"), "GPipe").times[0]
     assert gpu.forward == longer and cpu.forward == pytest.approx(plain.forward + longer)
     assert cpu.of("B") == pytest.approx(plain.of("B") + longer)
-    split = predict(blueprint, replace(device, action=longer, kind="cpu"), "ZBH1").times[0]
-    assert split.of("B") == pytest.approx(plain.of("B") + 2 * longer)
+    assert cpu.of("I") + cpu.of("W") == pytest.approx(plain.of("B") + 2 * longer)
+    assert gpu.of("B") == max(longer, plain.of("B"))

@@ -1,5 +1,9 @@
 """Pipeline parallelism for PyTorch Lightning: ``Trainer(strategy="pipeline")``."""
 
+from lightning_pipeline.versions import check_versions
+
+check_versions()
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipeline.errors import ElsewhereError, PipelineError, SplitError, StepError

@@ -59,8 +59,7 @@ class Agreement:
 
     def _logged(self) -> _Logged:
         """What hooks have logged in this epoch, on all ranks."""
-        # Lightning 2.6 keeps the hook's name and the value before any reduction only there.
-        results = self._module.trainer._results
+        results = logged_results(self._module.trainer)
         return {
             (result.meta.fx, result.meta.name): float(result.value)
             for result in (results or {}).values()

@@ -2,9 +2,7 @@
 
 Lightning's callbacks copy the whole module in their ``setup`` and walk through both, parameter by
 parameter. Here each rank keeps the part of the copy that belongs to its part of the module, and
-the walks see what is held. This is the one file that knows the private names of these callbacks,
-as they are in Lightning 2.6: ``_average_model``, ``_device``, ``_swap_models`` and
-``_copy_average_to_current``.
+the walks see what is held.
 """
 
 from __future__ import annotations
@@ -18,6 +16,12 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
+from lightning_pipeline.lightning_private import (
+    AVERAGING_WALKS,
+    average_of,
+    averaging_device,
+    set_averaging_device,
+)
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.sharing import make_whole
 from lightning_pipeline.splitting import (
@@ -58,14 +62,17 @@ class Averages:
         self._undo: list[Callable[[], None]] = []
         for callback in self._callbacks:
             if isinstance(callback, WeightAveraging):
-                self._asked.append((callback, callback._device))
-                callback._device = callback._device or _HOST
+                asked = averaging_device(callback)
+                self._asked.append((callback, asked))
+                set_averaging_device(callback, asked or _HOST)
 
     @property
     def copies(self) -> list[nn.Module]:
         """The copies that exist, each with the names of the module."""
-        models = [(c, c._average_model) for c in self._callbacks if c._average_model is not None]
-        return [m.module if isinstance(c, WeightAveraging) else m for c, m in models]
+        models = [(c, average_of(c)) for c in self._callbacks]
+        return [
+            m.module if isinstance(c, WeightAveraging) else m for c, m in models if m is not None
+        ]
 
     def release(self, holders: Mapping[str, frozenset[int]]) -> None:
         """Lets go of what the module's placement puts elsewhere; the rest stays in step with it.
@@ -80,21 +87,21 @@ class Averages:
             for copy in self.copies:
                 release(copy, lambda name: bool(here & set(stages.get(name, here))), stages)
             for callback, asked in self._asked:
-                if asked is None and callback._average_model is not None:
-                    callback._average_model.to(self._device)
+                average = average_of(callback)
+                if asked is None and average is not None:
+                    average.to(self._device)
         for callback in self._callbacks:
-            if callback._average_model is not None:
+            if average_of(callback) is not None:
                 self._narrow(callback)
 
     def _narrow(self, callback: Any) -> None:
-        average = callback._average_model
+        average = average_of(callback)
         modules: list[nn.Module]
         if isinstance(callback, WeightAveraging):
             modules = [self._module, average, average.module]
             walks = [
                 (average, "update_parameters"),
-                (callback, "_swap_models"),
-                (callback, "_copy_average_to_current"),
+                *((callback, name) for name in AVERAGING_WALKS),
             ]
         else:
             modules = [self._module, average]
@@ -127,7 +134,7 @@ class Averages:
         """Takes off what was put on the callbacks, without talking to other ranks."""
         self._take_off()
         for callback, asked in self._asked:
-            callback._device = asked
+            set_averaging_device(callback, asked)
         self._asked = []
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_pipeline.hooks import seeds_workers
+from lightning_pipeline.lightning_private import deals_out_data
 from lightning_pipeline.mesh import Mesh, Scope, control_device, with_host
 
 
@@ -44,7 +45,7 @@ class AxesStrategy(DDPStrategy):
         """Leaves data and logs to the user where there is one pipeline, as on one device."""
         if self.mesh.sizes.data == 1:
             # Lightning's injected DistributedSampler always shuffles in training.
-            trainer._accelerator_connector.use_distributed_sampler = False
+            deals_out_data(trainer, False)
             # There is nobody to synchronise with.
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self.log\(.*sync_dist=True"

@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.splitting.torch_private import BatchNormBase, InstanceNormBase, dims_without_batch
 
 _microbatch: ContextVar[int | None] = ContextVar("microbatch", default=None)
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward)
+_FORWARDS = (BatchNormBase.forward, nn.SyncBatchNorm.forward, InstanceNormBase.forward)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -51,7 +50,7 @@ def names_of_norms(module: nn.Module) -> list[str]:
     try:
         if not module.training:
             module.train()  # which may leave some of them frozen
-        return [n for n, m in module.named_modules() if isinstance(m, _BatchNorm) and m.training]
+        return [n for n, m in module.named_modules() if isinstance(m, BatchNormBase) and m.training]
     finally:
         for child, training in modes:
             child.training = training
@@ -59,7 +58,7 @@ def names_of_norms(module: nn.Module) -> list[str]:
 
 def normalises_batches(module: nn.Module) -> bool:
     """Whether a BatchNorm normalises by what it gets in the mode that the module is in."""
-    norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
+    norms = (child for child in module.modules() if isinstance(child, BatchNormBase))
     return any(norm.training or norm.running_mean is None for norm in norms)
 
 
@@ -103,10 +102,10 @@ class Norms:
         for child in self._module.modules():
             if isinstance(child, (_ForRun, LazyModuleMixin)):
                 continue
-            is_batch_norm = isinstance(child, _BatchNorm)
+            is_batch_norm = isinstance(child, BatchNormBase)
             if isinstance(child, nn.SyncBatchNorm) or (self._synchronises and is_batch_norm):
                 self._change(child, _Synchronised)
-            elif self.defers and isinstance(child, (_BatchNorm, _InstanceNorm)):
+            elif self.defers and isinstance(child, (BatchNormBase, InstanceNormBase)):
                 self._change(child, _Deferred)
 
     def _change(self, child: nn.Module, base: type) -> None:
@@ -194,7 +193,7 @@ class _Deferred(_ForRun):
         return out
 
 
-class _Synchronised(_ForRun, _BatchNorm):
+class _Synchronised(_ForRun, BatchNormBase):
     """A BatchNorm that meets its copies in the other replicas."""
 
     @torch.compiler.disable
@@ -208,7 +207,7 @@ class _Synchronised(_ForRun, _BatchNorm):
         mesh = self._norms.mesh
         alone = mesh.sizes.data == 1 and not self._norms.defers
         if alone or mesh.scope is Scope.ALONE or not self.training:
-            return _BatchNorm.forward(self, x)
+            return BatchNormBase.forward(self, x)
         self._check_input_dim(x)
         dims = [dim for dim in range(x.ndim) if dim != 1]
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -255,8 +254,8 @@ class _Gathered(torch.autograd.Function):
 def _measured(norm: nn.Module, x: Tensor) -> Moments:
     """What ``norm`` sees in ``x``."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if isinstance(norm, _InstanceNorm):
-        x = x.unsqueeze(0) if x.dim() == norm._get_no_batch_dim() else x
+    if isinstance(norm, InstanceNormBase):
+        x = x.unsqueeze(0) if x.dim() == dims_without_batch(norm) else x
         var, mean = torch.var_mean(x.flatten(2), 2)
         return Moments(mean.new_full((), len(x)), mean.mean(0), var.mean(0))
     var, mean = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1], correction=0)
@@ -269,7 +268,7 @@ def _joined(norm: nn.Module, parts: list[Moments]) -> Moments:
     counts = counts.unsqueeze(1)
     total = counts.sum()
     mean = (means * counts).sum(0) / total
-    if not isinstance(norm, _InstanceNorm):
+    if not isinstance(norm, InstanceNormBase):
         variances = variances + (means - mean).square()
     return Moments(total, mean, (variances * counts).sum(0) / total)
 
@@ -278,7 +277,7 @@ def _joined(norm: nn.Module, parts: list[Moments]) -> Moments:
 def _move(norm: Any, seen: Moments) -> None:
     """Moves the running statistics of ``norm`` as torch does."""
     share, var = norm.momentum, seen.var
-    if isinstance(norm, _InstanceNorm):
+    if isinstance(norm, InstanceNormBase):
         share = share or 0.0
     else:
         norm.num_batches_tracked.add_(1)

@@ -63,7 +63,7 @@ class BuildingStrategy(SavingStrategy):
         self._pipeline.engine.observer = observer
 
     def _is_running(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     def _defer_weights(self) -> None:

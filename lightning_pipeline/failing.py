@@ -30,6 +30,7 @@ from lightning_pipeline.launching import ProcessLauncher, ScriptLauncher, hear_s
 from lightning_pipeline.lines import Word
 from lightning_pipeline.mesh import control_device
 from lightning_pipeline.plan import Plan
+from lightning_pipeline.lightning_private import keeps_link_to_last
 from lightning_pipeline.splitting.torch_private import default_store
 from lightning_pipeline.watch import Watch, connect
 from lightning_pipeline.whereabouts import Position, describe
@@ -242,7 +243,7 @@ class FailingStrategy(AxesStrategy):
             raise PipelineError(text)
         for callback in trainer.checkpoint_callbacks:
             # It takes the file for written, and would let "last" lead there (Lightning 2.6).
-            callback.__dict__["_save_last_checkpoint"] = _nothing
+            keeps_link_to_last(callback, False)
         warnings.warn(text, stacklevel=2)  # on this rank, whichever it is
         return False
 
@@ -255,7 +256,7 @@ class FailingStrategy(AxesStrategy):
         """A run ends: callbacks get their own methods back."""
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:
-            callback.__dict__.pop("_save_last_checkpoint", None)
+            keeps_link_to_last(callback, True)
 
     def _are_together(self, place: str) -> bool:
         """Whether every rank asks this within the patience, and at the same place.
@@ -331,7 +332,3 @@ def _say_no_more_of(error: BaseException) -> None:
             show(kind, value, trace)
 
     sys.excepthook = hook
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for what must not happen any more."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_pipeline import transfers
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.mesh import Mesh
+from lightning_pipeline.splitting.torch_private import divide_each
 
 BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
@@ -211,7 +212,7 @@ class GradientReducer:
             lists = [*self._own.values(), *(parameters for _, parameters in self._shared)]
             grads = [p.grad for parameters in lists for p in parameters if p.grad is not None]
             if grads:
-                torch._foreach_div_(grads, divisor)
+                divide_each(grads, divisor)
         self._buckets, self.armed = [], False
 
     def _sum(self) -> None:

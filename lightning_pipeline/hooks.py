@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_pipeline.lightning_private import is_compiled
+
 
 def arguments_after_batch(module: LightningModule, step: str) -> tuple[Any, ...]:
     """What Lightning passes to ``step`` behind its first batch."""
@@ -24,7 +26,7 @@ def without_compilation(module: LightningModule) -> None:
 
     Compiled blocks inside it stay compiled.
     """
-    if module._compiler_ctx is None:
+    if not is_compiled(module):
         return
     to_uncompiled(module)
     rank_zero_warn(

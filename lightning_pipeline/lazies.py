@@ -10,12 +10,12 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from lightning_pipeline.lightning_private import MODULE_DEVICE
 from lightning_pipeline.observing import Candidate
+from lightning_pipeline.splitting.torch_private import BatchNormBase, InstanceNormBase
 from lightning_pipeline.steps.attributes import untouched
 from lightning_pipeline.steps.patches import patched, silenced
 
@@ -64,7 +64,7 @@ def _run(module: LightningModule, candidate: Candidate) -> None:
     host, lazy = torch.device("cpu"), lazy_modules(module)
     modes = [(child, child.training) for child in module.modules()]
     batch = move_data_to_device(candidate.example.batch, host)
-    quiet = patched([*silenced(module, readable=True), (module, "_device", host)])
+    quiet = patched([*silenced(module, readable=True), (module, MODULE_DEVICE, host)])
     try:
         if not candidate.is_next:
             module.train(candidate.step == "training_step")
@@ -77,5 +77,5 @@ def _run(module: LightningModule, candidate: Candidate) -> None:
         for child, training in modes:
             child.training = training
     for child in lazy:
-        if isinstance(child, (_BatchNorm, _InstanceNorm)) and child not in lazy_modules(module):
+        if isinstance(child, (BatchNormBase, InstanceNormBase)) and child not in lazy_modules(module):
             child.reset_running_stats()

@@ -123,9 +123,8 @@ def loader_levels(module: LightningModule, batch: Any) -> int:
     ``fit(model, {"a": loader, "b": loader})`` has one such level, a single loader none, and so has
     a batch that a hook has made of those of several loaders.
     """
-    # Of Lightning 2.6: each loop keeps what it draws from under this name.
-    combined = getattr(module.trainer._active_loop, "_combined_loader", None)
-    if combined is None or combined._mode == "sequential":
+    combined = combined_loader(module.trainer)
+    if combined is None:
         return 0
     return _depth(combined.iterables) if _matches(batch, combined.iterables) else 0
 

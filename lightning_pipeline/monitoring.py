@@ -1,7 +1,4 @@
-"""What callbacks and loggers take for granted on one device, made true for a pipeline.
-
-The private names are those of Lightning 2.6.
-"""
+"""What callbacks and loggers take for granted on one device, made true for a pipeline."""
 
 from __future__ import annotations
 
@@ -13,6 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipeline.lightning_private import (
+    replace_check_for_sigterm,
+    replace_check_for_validation,
+    replace_transfer,
+    throughputs,
+    validates_by_time,
+)
 from lightning_pipeline.mesh import MeshSizes
 from lightning_pipeline.splitting import is_elsewhere, state_items
 
@@ -29,7 +33,7 @@ def count_replicas(callbacks: Iterable[Callback], sizes: MeshSizes) -> None:
     """
     for callback in callbacks:
         if isinstance(callback, ThroughputMonitor):
-            for throughput in callback._throughputs.values():
+            for throughput in throughputs(callback):
                 throughput.world_size = sizes.data
                 if callback.available_flops is not None:
                     throughput.available_flops = callback.available_flops * sizes.pipeline
@@ -50,15 +54,9 @@ def _validate_together(trainer: Trainer) -> None:
 
     Lightning asks each rank's own, and a rank that validates alone waits for the others for ever.
     """
-    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
-        return
-    loop = trainer.fit_loop.epoch_loop
-    decide = type(loop)._should_check_val_fx
-
-    def decided(data_fetcher: Any) -> bool:
-        return trainer.strategy.broadcast(decide(loop, data_fetcher))
-
-    loop.__dict__["_should_check_val_fx"] = decided
+    if validates_by_time(trainer):
+        broadcast = trainer.strategy.broadcast
+        replace_check_for_validation(trainer, lambda decide: broadcast(decide()))
 
 
 def _stop_together(trainer: Trainer) -> None:
@@ -72,7 +70,7 @@ def _stop_together(trainer: Trainer) -> None:
         if trainer.strategy.must_stop():  # type: ignore[attr-defined]
             raise SIGTERMException
 
-    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = told
+    replace_check_for_sigterm(trainer, told)
 
 
 def keep_examples_with_weights(module: LightningModule) -> Callable[[], None]:
@@ -87,12 +85,13 @@ def keep_examples_with_weights(module: LightningModule) -> Callable[[], None]:
     Returns:
         A function that ends it.
     """
-    original = module._apply_batch_transfer_handler
     tensors = (t for *_, t in state_items(module) if not is_elsewhere(t))
     home = next((t.device for t in tensors), torch.device("cpu"))
 
-    def transfer(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return original(batch, device or home, dataloader_idx)
+    def homewards(original: Callable[..., Any]) -> Callable[..., Any]:
+        def transfer(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            return original(batch, device or home, dataloader_idx)
 
-    module.__dict__["_apply_batch_transfer_handler"] = transfer
-    return lambda: module.__dict__.pop("_apply_batch_transfer_handler", None)
+        return transfer
+
+    return replace_transfer(module, homewards)

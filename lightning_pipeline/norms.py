@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.placing import Held
+from lightning_pipeline.splitting.torch_private import total_norm
 from lightning_pipeline.transfers import placed
 
 
@@ -60,7 +60,7 @@ class WholeNorm:
 
     def __init__(self, mesh: Mesh, held: Callable[[], Held | None], device: torch.device) -> None:
         self._mesh, self._held, self._device = mesh, held, device
-        torchs = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
+        torchs = total_norm.__wrapped__  # type: ignore[attr-defined]
         self._total_norm = _Redirected(torchs, "_whole_norm", _pass_on_total_norm, self)
         self._grad_norm = _Redirected(
             grads.grad_norm, "_whole_grad_norm", _pass_on_grad_norm, self.grad_norm

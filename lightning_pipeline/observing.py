@@ -148,7 +148,7 @@ class Observer:
         try:
             if not candidate.is_next:  # then modules have the modes that they are to have
                 self._module.train(candidate.step == "training_step")
-            with patched([(self._module, "_device", host)]):
+            with patched([(self._module, MODULE_DEVICE, host)]):
                 return self._survey(
                     candidate.step, candidate.example, candidate.context, analyst, host, made_up
                 )

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline.splitting import is_elsewhere
 from lightning_pipeline.splitting.torch_private import (
     TORCH_DIRECTORY,
+    DisableTorchFunction,
     FakeTensor,
     pytree,
     storage_of,
@@ -109,7 +110,7 @@ class Recipes:
         @functools.wraps(register)
         def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
-            with torch._C.DisableTorchFunction():  # this look at it is none of the module's
+            with DisableTorchFunction():  # this look at it is none of the module's
                 if type(param) is nn.Parameter and storage_of(param) in self._blank:
                     self._hide(param)
 

@@ -261,9 +261,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], num_ranks: int) -> None:
                 "on one device. Use an optimizer that treats each parameter by itself, e.g. "
                 "torch.optim.AdamW."
             )
-        # What torch.compile marks its functions with (torch 2.13). Lightning gives the whole step
-        # to it, as the closure.
-        if hasattr(optimizer.step, "_torchdynamo_orig_callable"):
+        # Lightning gives the whole step to it, as the closure.
+        if is_compiled(optimizer.step):
             raise MisconfigurationException(
                 "strategy='pipeline' cannot run a compiled optimizer.step: torch.compile would "
                 "look into the whole training step, which the optimizer calls. Leave the step of "

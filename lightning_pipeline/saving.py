@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,6 +20,7 @@ from lightning_pipeline import sharded
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.failing import FailingStrategy
 from lightning_pipeline.files import WholeFiles, check_lightning, first_line, in_turn
+from lightning_pipeline.lightning_private import WrappingCheckpointIO, optimizers_to_device
 from lightning_pipeline.materialising import is_unplaced
 from lightning_pipeline.momenta import check_optimizer_states
 from lightning_pipeline.pipeline import Pipeline
@@ -47,7 +46,7 @@ class SavingStrategy(FailingStrategy):
         io = self._checkpoint_io
         if io is None:
             self._checkpoint_io = io = WholeFiles()
-        elif isinstance(io, _WrappingCheckpointIO) and (
+        elif isinstance(io, WrappingCheckpointIO) and (
             io.checkpoint_io is None or type(io.checkpoint_io) is TorchCheckpointIO
         ):
             io.checkpoint_io = WholeFiles()
@@ -219,7 +218,7 @@ class SavingStrategy(FailingStrategy):
         for optimizer in self.optimizers:
             for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
                 del optimizer.state[parameter]
-        _optimizers_to_device(self.optimizers, self.root_device)
+        optimizers_to_device(self.optimizers, self.root_device)
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

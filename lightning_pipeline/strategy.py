@@ -25,6 +25,7 @@ from lightning_pipeline.building import BuildingStrategy
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import sees_each_backward, sees_old_gradients, without_compilation
 from lightning_pipeline.launching import ScriptLauncher
+from lightning_pipeline.lightning_private import set_device
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.monitoring import (
     count_replicas,
@@ -264,7 +265,7 @@ class PipelineStrategy(BuildingStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        self.lightning_module._device = self.root_device  # the weights follow when they are placed
+        set_device(self.lightning_module, self.root_device)  # the weights follow when placed
 
     # steps
 

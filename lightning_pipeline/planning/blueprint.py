@@ -182,7 +182,7 @@ class Blueprint:
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             torch.enable_grad(),
-            patched([(module, "training_step", own), (module, "_device", _HOST)]),
+            patched([(module, "training_step", own), (module, MODULE_DEVICE, _HOST)]),
             own.counted(),
         ):
             found = survey(

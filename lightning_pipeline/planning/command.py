@@ -254,11 +254,9 @@ def _trainer(cfg: DictConfig, module: LightningModule, data: Any) -> L.Trainer:
         enable_model_summary=False,
     )
     trainer.strategy.connect(module)
-    # Of Lightning 2.6: what Trainer.fit does before anything runs.
     is_data = isinstance(data, LightningDataModule)
     given = {"datamodule": data} if is_data else {"train_dataloaders": data}
-    trainer._data_connector.attach_data(module, **given)
-    trainer._data_connector.prepare_data()
+    attach_data(trainer, module, **given)
     if is_data:
         data.setup("fit")
     module.setup("fit")
@@ -278,6 +276,6 @@ def _without_talk() -> Iterator[None]:
 
 
 def _first_batch(trainer: L.Trainer, module: LightningModule) -> Any:
-    loader = trainer.fit_loop._data_source.dataloader()
+    loader = fit_data(trainer)
     batch = trainer.precision_plugin.convert_input(next(iter(loader)))
     return trainer.strategy.batch_to_device(batch)

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import ElsewhereError
 from lightning_pipeline.splitting.state import canonical_names, state_items
-from lightning_pipeline.splitting.torch_private import rebuild_meta_tensor, swap_tensors
+from lightning_pipeline.splitting.torch_private import (
+    DisableTorchFunctionSubclass,
+    rebuild_meta_tensor,
+    swap_tensors,
+)
 
 # fmt: off
 METADATA = frozenset([
@@ -70,7 +74,7 @@ class _Elsewhere(Tensor):
             if name in CONVERSIONS:
                 return _converted(first, func, args[1:], kwargs)
             if name in METADATA or name in GUARDED:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     out = func(*args, **kwargs)
                 return _guarded(out, first) if name in GUARDED else out
         if name.startswith("_foreach_") and name.endswith("_"):
@@ -167,7 +171,7 @@ def restore(tensor: Tensor, value: Tensor) -> None:
 
 
 def _placeholder(like: Tensor, kind: type[Any], name: str, holders: tuple[int, ...]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass(), torch.no_grad():
         meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         made = meta.as_subclass(kind).requires_grad_(like.requires_grad)
     made.elsewhere_name, made.elsewhere_holders = name, holders
@@ -204,7 +208,7 @@ def _update(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor
             raise _apart(name, first, "one that is on this rank")
         return torch.empty((), dtype=x.dtype, device="meta")
 
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         out = func(*map(plain, args), **{key: plain(x) for key, x in kwargs.items()})
     return first if writes else _guarded(out, first)
 
@@ -251,7 +255,7 @@ def _attribute(first: _Elsewhere, func: Any, args: tuple) -> Any:
     attribute = func.__self__.__name__
     if attribute in VIEWS:
         raise _error(attribute, args)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if func.__name__ == "__set__":
             if attribute == "data" and is_elsewhere(args[1]):
                 # Module.to with another dtype, or an update
@@ -278,7 +282,7 @@ def _converted(first: _Elsewhere, func: Any, args: tuple, kwargs: dict[str, Any]
     """Moving a placeholder is nothing; another dtype makes another placeholder."""
     if func.__name__ == "type" and not args and not kwargs:
         return type(first).__name__
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         # an empty tensor tells what dtype these arguments ask for
         dtype = func(torch.empty(0, dtype=first.dtype), *args, **kwargs).dtype
         if dtype == first.dtype:

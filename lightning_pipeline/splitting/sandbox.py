@@ -229,7 +229,7 @@ def _watched(watcher: Watcher, module: nn.Module) -> Iterator[None]:
     }
     reads = {cls: vars(cls)["__getattribute__"] for cls in classes if _reads_itself(cls)}
     reads[nn.Module] = object.__getattribute__
-    trainer = type(module.__dict__.get("_trainer"))
+    trainer = type(module.__dict__.get(TRAINER))
     assign = nn.Module.__setattr__
 
     def watched_call(original: Callable[..., Any]) -> Callable[..., Any]:

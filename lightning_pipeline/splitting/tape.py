@@ -18,7 +18,7 @@ from lightning_pipeline.splitting.cost import CostMode
 from lightning_pipeline.splitting.frames import definition_location, user_location
 from lightning_pipeline.splitting.ir import Node, StateRef, TreeRef, Value, ValueRef, state_refs
 from lightning_pipeline.splitting.sandbox import Sandbox
-from lightning_pipeline.splitting.torch_private import pytree, storage_of
+from lightning_pipeline.splitting.torch_private import DisableTorchFunction, pytree, storage_of
 
 CONSTANT_TYPES = (
     type(None),
@@ -111,7 +111,7 @@ Mark: TypeAlias = tuple[int, bool]
 
 def marks(tensors: list[Tensor]) -> list[Mark]:
     """A mark for each tensor."""
-    with torch._C.DisableTorchFunction():  # past the recorder, which has no part in this
+    with DisableTorchFunction():  # past the recorder, which has no part in this
         return [(-1 if t.is_inference() else t._version, t.requires_grad) for t in tensors]
 
 
@@ -165,7 +165,7 @@ class Tape:
     def new_value(self, tensor: Tensor, node: int) -> int:
         """Give ``tensor`` an identity; -1 as ``node`` stands for an input."""
         number = len(self.values)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             shape, dtype = tuple(tensor.shape), tensor.dtype
             self.values.append(Value(node, shape, dtype, tensor.requires_grad, storage_of(tensor)))
         self.refs[id(tensor)] = ValueRef(number)

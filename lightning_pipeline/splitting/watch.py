@@ -70,7 +70,7 @@ def value_of(module: nn.Module, name: str) -> Any:
         found = {key: own_value(module, key) for key in attributes if is_setting(key)}
         return {key: value for key, value in found.items() if value is not ABSENT}
     if name.startswith(TRAINER):
-        trainer = attributes.get("_trainer")
+        trainer = attributes.get(MODULE_TRAINER)
         return ABSENT if trainer is None else getattr(trainer, name[len(TRAINER) :], ABSENT)
     if is_property(class_value(kind, name)):
         try:

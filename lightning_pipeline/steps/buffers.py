@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.splitting.state import StateItem
-from lightning_pipeline.splitting.torch_private import pytree, storage_of
+from lightning_pipeline.splitting.torch_private import NormBase, pytree, storage_of
 from lightning_pipeline.steps.plan import StepPlan
 
 
@@ -72,7 +72,7 @@ class MicrobatchBuffers:
             item
             for item in here
             if storage_of(item.tensor) in written
-            and not isinstance(item.owner, nn.modules.batchnorm._NormBase)
+            and not isinstance(item.owner, NormBase)
         ]
 
     def _attributes(self) -> list[Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+from lightning_pipeline.splitting.torch_private import NormBase
 from lightning_pipeline.steps.attributes import ABSENT
 
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -32,7 +32,7 @@ class Owner:
     def __init__(self, module: nn.Module, entries: dict[str, Any], name: str, kind: str) -> None:
         self.module, self.entries, self.kind = module, entries, kind
         self.prefix = f"{name}." if name else ""
-        self.is_norm = kind == "buffer" and isinstance(module, _NormBase)
+        self.is_norm = kind == "buffer" and isinstance(module, NormBase)
         self.is_metric = isinstance(module, Metric)
         own = _OF_LIGHTNING if isinstance(module, LightningModule) else _OF_MODULE
         self.left = own if kind == "attribute" else frozenset()

@@ -134,10 +134,10 @@ def silenced(module: LightningModule, readable: bool = False) -> list[tuple[obje
         (module, "log", _nothing),
         (module, "print", _nothing),
     ]
-    trainer = module.__dict__.get("_trainer")
+    trainer = module.__dict__.get(TRAINER)
     if trainer is not None:
         changes += [(trainer, "print", _nothing)]
-        changes += [(trainer, "_loggers", [_SilentLogger(logger) for logger in trainer.loggers])]
+        changes += [(trainer, LOGGERS, [_SilentLogger(logger) for logger in trainer.loggers])]
     for child in module.modules():
         if isinstance(child, Metric):
             changes += [(child, method, nothing) for method in ("forward", "update", "compute")]

@@ -1,0 +1,201 @@
+"""The private names of Lightning and torchmetrics that are needed, in one place.
+
+Tested with Lightning 2.6 and torchmetrics 1.4 to 1.9. ``NAMES`` has all of them, and a test looks
+for each; ``IN_PLACE`` are those that other files read where they stand, in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+
+__all__ = [
+    "AVERAGING_WALKS",
+    "IN_PLACE",
+    "LOGGERS",
+    "MODULE_DEVICE",
+    "NAMES",
+    "TRAINER",
+    "SubprocessScriptLauncher",
+    "attach_data",
+    "average_of",
+    "averaging_device",
+    "combined_loader",
+    "deals_out_data",
+    "fit_data",
+    "is_compiled",
+    "keeps_link_to_last",
+    "logged_results",
+    "optimizers_to_device",
+    "replace_check_for_sigterm",
+    "replace_check_for_validation",
+    "replace_transfer",
+    "set_averaging_device",
+    "set_device",
+    "throughputs",
+    "trainer_of",
+    "validates_by_time",
+]
+
+IN_PLACE: dict[str, tuple[str, ...]] = {
+    "lightning.pytorch.loops._TrainingEpochLoop": ("_should_accumulate",),
+    "torchmetrics.Metric": (
+        *("_computed", "_copy_state_dict", "_filter_kwargs", "_forward_cache"),
+        *("_should_unsync", "_to_sync"),
+    ),
+    "lightning.pytorch.strategies.DDPStrategy": (
+        *("_configure_launcher", "_get_process_group_backend"),  # overridden
+    ),
+}
+
+NAMES: dict[str, tuple[str, ...]] = {
+    **IN_PLACE,
+    "lightning.fabric.utilities.optimizer": ("_optimizers_to_device",),
+    "lightning.pytorch.strategies.launchers": ("_SubprocessScriptLauncher",),
+    "lightning.pytorch.LightningModule": (
+        *("_apply_batch_transfer_handler", "_compiler_ctx", "_device", "_trainer"),
+    ),
+    "lightning.pytorch.Trainer": (
+        *("_accelerator_connector", "_active_loop", "_data_connector", "_loggers", "_results"),
+        "_val_check_time_interval",
+    ),
+    "lightning.pytorch.loops._FitLoop": ("_combined_loader", "_data_source"),
+    "lightning.pytorch.loops._TrainingEpochLoop": (
+        *IN_PLACE["lightning.pytorch.loops._TrainingEpochLoop"],
+        *("_broadcast_sigterm_tensor", "_should_check_val_fx"),
+    ),
+    "lightning.pytorch.utilities.CombinedLoader": ("_mode",),
+    "lightning.pytorch.callbacks.ModelCheckpoint": ("_save_last_checkpoint",),
+    "lightning.pytorch.callbacks.StochasticWeightAveraging": ("_average_model",),
+    "lightning.pytorch.callbacks.ThroughputMonitor": ("_throughputs",),
+    "lightning.pytorch.callbacks.WeightAveraging": (
+        *("_average_model", "_copy_average_to_current", "_device", "_swap_models"),
+    ),
+}
+"""Private names by their owner."""
+
+TRAINER = "_trainer"
+"""The attribute in which a LightningModule has its Trainer, or ``None``."""
+
+MODULE_DEVICE = "_device"
+"""The attribute of a LightningModule that ``module.device`` reads."""
+
+LOGGERS = "_loggers"
+"""The attribute in which a Trainer has its loggers."""
+
+AVERAGING_WALKS = ("_swap_models", "_copy_average_to_current")
+"""Methods of WeightAveraging that walk through the module and its average."""
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The Trainer that a module is attached to; ``module.trainer`` raises where there is none."""
+    return getattr(module, TRAINER, None)
+
+
+def set_device(module: LightningModule, device: Any) -> None:
+    """Sets what ``module.device`` says, without moving anything."""
+    module._device = device
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether ``torch.compile`` was called with the LightningModule itself."""
+    return module._compiler_ctx is not None
+
+
+def replace_transfer(
+    module: LightningModule, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Puts another method in the place of the one that moves batches; returns what undoes it.
+
+    Args:
+        module: The module whose batches are moved.
+        make: Takes the method and gives the one to run in its place.
+    """
+    module.__dict__["_apply_batch_transfer_handler"] = make(module._apply_batch_transfer_handler)
+    return lambda: module.__dict__.pop("_apply_batch_transfer_handler", None)
+
+
+def deals_out_data(trainer: Trainer, deals: bool) -> None:
+    """Says whether the Trainer puts DistributedSamplers into loaders, before it makes them."""
+    trainer._accelerator_connector.use_distributed_sampler = deals
+
+
+def attach_data(trainer: Trainer, module: LightningModule, **data: Any) -> None:
+    """Gives data to a Trainer and prepares it, as ``fit`` does before anything runs.
+
+    Args:
+        trainer: The Trainer.
+        module: The module to train.
+        data: ``datamodule`` or ``train_dataloaders``.
+    """
+    trainer._data_connector.attach_data(module, **data)
+    trainer._data_connector.prepare_data()
+
+
+def fit_data(trainer: Trainer) -> Any:
+    """What the training loader of ``trainer`` is, or what it is had from."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def logged_results(trainer: Trainer) -> Any:
+    """What ``self.log`` has kept of this epoch: name of the hook, value before any reduction."""
+    return trainer._results
+
+
+def combined_loader(trainer: Trainer) -> Any:
+    """What the running loop draws several loaders' batches from at once; ``None``: no such."""
+    combined = getattr(trainer._active_loop, "_combined_loader", None)
+    return None if combined is None or combined._mode == "sequential" else combined
+
+
+def validates_by_time(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time."""
+    return trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+
+
+def replace_check_for_validation(
+    trainer: Trainer, decide: Callable[[Callable[[], bool]], bool]
+) -> None:
+    """Lets ``decide`` say after a batch whether to validate; it is given Lightning's own answer."""
+    loop = trainer.fit_loop.epoch_loop
+    own = type(loop)._should_check_val_fx
+    loop.__dict__["_should_check_val_fx"] = lambda fetcher: decide(lambda: own(loop, fetcher))
+
+
+def replace_check_for_sigterm(trainer: Trainer, check: Callable[[], None]) -> None:
+    """Runs ``check`` before each batch in place of the exchange on the device."""
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = check
+
+
+def keeps_link_to_last(callback: Callback, keeps: bool) -> None:
+    """Whether a ModelCheckpoint goes on to take what it has saved for its last checkpoint."""
+    if keeps:
+        callback.__dict__.pop("_save_last_checkpoint", None)
+    else:
+        callback.__dict__["_save_last_checkpoint"] = lambda *_, **__: None
+
+
+def throughputs(callback: Callback) -> list[Any]:
+    """The counters of a ThroughputMonitor."""
+    return list(callback._throughputs.values())  # type: ignore[attr-defined]
+
+
+def average_of(callback: Any) -> Any:
+    """The copy of the module that a callback averages in; ``None`` before its setup."""
+    return callback._average_model
+
+
+def averaging_device(callback: Any) -> Any:
+    """The device that a WeightAveraging was asked to keep its copy on."""
+    return callback._device
+
+
+def set_averaging_device(callback: Any, device: Any) -> None:
+    """Asks a WeightAveraging for another device."""
+    callback._device = device

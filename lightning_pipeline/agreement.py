@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_pipeline.lightning_private import logged_results
 from lightning_pipeline.mesh import Mesh
 
 _CLOSE = 1e-5  # relative; sums over the same numbers may round otherwise

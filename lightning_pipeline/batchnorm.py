@@ -27,7 +27,11 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_pipeline.mesh import Mesh, Scope
-from lightning_pipeline.splitting.torch_private import BatchNormBase, InstanceNormBase, dims_without_batch
+from lightning_pipeline.splitting.torch_private import (
+    BatchNormBase,
+    InstanceNormBase,
+    dims_without_batch,
+)
 
 _microbatch: ContextVar[int | None] = ContextVar("microbatch", default=None)
 _FORWARDS = (BatchNormBase.forward, nn.SyncBatchNorm.forward, InstanceNormBase.forward)

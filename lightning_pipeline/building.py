@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_pipeline import sharded
 from lightning_pipeline.activities import Observer
 from lightning_pipeline.files import check_lightning, is_plain
+from lightning_pipeline.lightning_private import trainer_of
 from lightning_pipeline.materialising import Deferred, has_no_value, is_unplaced
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.recipes import Recipes

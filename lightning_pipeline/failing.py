@@ -27,10 +27,10 @@ from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.launching import ProcessLauncher, ScriptLauncher, hear_sigterm
+from lightning_pipeline.lightning_private import keeps_link_to_last
 from lightning_pipeline.lines import Word
 from lightning_pipeline.mesh import control_device
 from lightning_pipeline.plan import Plan
-from lightning_pipeline.lightning_private import keeps_link_to_last
 from lightning_pipeline.splitting.torch_private import default_store
 from lightning_pipeline.watch import Watch, connect
 from lightning_pipeline.whereabouts import Position, describe

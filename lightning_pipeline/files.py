@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 from lightning_pipeline.checkpoint import walk
 from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.lightning_private import in_thread_of
 from lightning_pipeline.replacing import is_remote, remove, whole_file
+from lightning_pipeline.splitting.torch_private import FakeTensorMode, offset_in_file, record_offset
 
 _ZIP = b"PK\x03\x04"
 _ANOTHER = "Continue from another checkpoint."
@@ -73,19 +74,10 @@ def in_turn(plugin: CheckpointIO, work: Callable[[], None]) -> None:
         plugin: If it writes in a thread, the work is done there too, unless writing has failed.
         work: What to do.
     """
-    executor = getattr(plugin, "_executor", None)  # Lightning 2.6
-    if not isinstance(plugin, AsyncCheckpointIO) or executor is None:
+    if isinstance(plugin, AsyncCheckpointIO):
+        in_thread_of(plugin, work)
+    else:
         work()
-        return
-
-    def do() -> None:
-        try:
-            if plugin._error is None:
-                work()
-        except BaseException as error:
-            plugin._error = error
-
-    executor.submit(do)
 
 
 @contextmanager
@@ -156,12 +148,11 @@ def _contents(path: Any, record: str) -> str:
     try:
         with FakeTensorMode():  # torch then notes where a tensor is, and reads none
             loaded = torch.load(path, weights_only=True)
-        reader: Any = torch._C.PyTorchFileReader(str(path))
-        offset = reader.get_record_offset(record.split("/", 1)[1])
+        offset = record_offset(path, record.split("/", 1)[1])
         names = [
             ".".join(map(str, place))
             for place, tensor in walk(loaded)
-            if tensor.untyped_storage()._checkpoint_offset == offset
+            if offset_in_file(tensor) == offset
         ]
     except (RuntimeError, IndexError, AttributeError, pickle.UnpicklingError):
         names = []

@@ -1,4 +1,4 @@
-"""Lightning's launchers, which leave nobody behind, by its private names of version 2.6."""
+"""Lightning's launchers, which leave nobody behind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from signal import SIGKILL
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
+
+from lightning_pipeline.lightning_private import (
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    TunerExitException,
+    forget_children,
+    replace_sigterm_notifier,
+)
 
 _PATIENCE = 0.5
 """Seconds that processes have to say what they have to say."""
@@ -50,7 +52,7 @@ class Telling:
         """Runs it."""
         try:
             result = self.function(*args, **kwargs)
-        except _TunerExitException:
+        except TunerExitException:
             self.strategy.through()
             raise
         except BaseException as error:
@@ -62,7 +64,7 @@ class Telling:
         return result
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessScriptLauncher):
     """A launcher of the same script, whose ranks tell each other of errors.
 
     Args:
@@ -81,8 +83,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def stop_observer(self) -> None:
         """Keeps Lightning's observer from killing this process as soon as a child has failed."""
         for thread in threading.enumerate():
-            if isinstance(thread, _ChildProcessObserver):
-                thread._child_processes = []
+            forget_children(thread)
 
     def end_children(self) -> None:
         """Ends the children, in a moment."""
@@ -94,7 +95,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.kill(SIGKILL)
 
 
-class ProcessLauncher(_MultiProcessingLauncher):
+class ProcessLauncher(MultiProcessingLauncher):
     """A launcher of processes that run a function, and tell each other of errors."""
 
     @override
@@ -111,4 +112,4 @@ def hear_sigterm(trainer: pl.Trainer, handler: Callable[..., None]) -> None:
     Lightning's broadcasts inside of the handler, which does not return while other ranks are in a
     step, and tells no other rank than its children.
     """
-    trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = handler
+    replace_sigterm_notifier(trainer, handler)

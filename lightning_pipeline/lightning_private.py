@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
 )
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 __all__ = [
     "AVERAGING_WALKS",
@@ -22,19 +27,27 @@ __all__ = [
     "MODULE_DEVICE",
     "NAMES",
     "TRAINER",
+    "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "TunerExitException",
+    "WrappingCheckpointIO",
     "attach_data",
     "average_of",
     "averaging_device",
     "combined_loader",
     "deals_out_data",
     "fit_data",
+    "forget_children",
+    "in_thread_of",
     "is_compiled",
     "keeps_link_to_last",
+    "last_saved",
     "logged_results",
     "optimizers_to_device",
     "replace_check_for_sigterm",
     "replace_check_for_validation",
+    "replace_link",
+    "replace_sigterm_notifier",
     "replace_transfer",
     "set_averaging_device",
     "set_device",
@@ -57,13 +70,25 @@ IN_PLACE: dict[str, tuple[str, ...]] = {
 NAMES: dict[str, tuple[str, ...]] = {
     **IN_PLACE,
     "lightning.fabric.utilities.optimizer": ("_optimizers_to_device",),
-    "lightning.pytorch.strategies.launchers": ("_SubprocessScriptLauncher",),
+    "lightning.fabric.strategies.launchers.subprocess_script": ("_ChildProcessObserver",),
+    "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver": (
+        "_child_processes",
+    ),
+    "lightning.pytorch.strategies.launchers": (
+        *("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
+    ),
+    "lightning.pytorch.plugins.io.AsyncCheckpointIO": ("_error", "_executor"),
+    "lightning.pytorch.plugins.io.wrapper": ("_WrappingCheckpointIO",),
+    "lightning.pytorch.utilities.exceptions": ("_TunerExitException",),
     "lightning.pytorch.LightningModule": (
         *("_apply_batch_transfer_handler", "_compiler_ctx", "_device", "_trainer"),
     ),
     "lightning.pytorch.Trainer": (
         *("_accelerator_connector", "_active_loop", "_data_connector", "_loggers", "_results"),
-        "_val_check_time_interval",
+        *("_signal_connector", "_val_check_time_interval"),
+    ),
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": (
+        "_sigterm_notifier_fn",
     ),
     "lightning.pytorch.loops._FitLoop": ("_combined_loader", "_data_source"),
     "lightning.pytorch.loops._TrainingEpochLoop": (
@@ -71,7 +96,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("_broadcast_sigterm_tensor", "_should_check_val_fx"),
     ),
     "lightning.pytorch.utilities.CombinedLoader": ("_mode",),
-    "lightning.pytorch.callbacks.ModelCheckpoint": ("_save_last_checkpoint",),
+    "lightning.pytorch.callbacks.ModelCheckpoint": (
+        *("_last_checkpoint_saved", "_link_checkpoint", "_save_last_checkpoint"),
+    ),
     "lightning.pytorch.callbacks.StochasticWeightAveraging": ("_average_model",),
     "lightning.pytorch.callbacks.ThroughputMonitor": ("_throughputs",),
     "lightning.pytorch.callbacks.WeightAveraging": (
@@ -79,6 +106,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Private names by their owner."""
+
+MultiProcessingLauncher = _MultiProcessingLauncher
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+TunerExitException = _TunerExitException
+WrappingCheckpointIO = _WrappingCheckpointIO
+optimizers_to_device = _optimizers_to_device
 
 TRAINER = "_trainer"
 """The attribute in which a LightningModule has its Trainer, or ``None``."""
@@ -199,3 +232,48 @@ def averaging_device(callback: Any) -> Any:
 def set_averaging_device(callback: Any, device: Any) -> None:
     """Asks a WeightAveraging for another device."""
     callback._device = device
+
+
+def forget_children(thread: Any) -> None:
+    """Lets a thread that watches over child processes see none any more; nothing for others."""
+    if isinstance(thread, _ChildProcessObserver):
+        thread._child_processes = []
+
+
+def replace_sigterm_notifier(trainer: Trainer, handler: Callable[..., None]) -> None:
+    """Lets ``handler`` take SIGTERM, before the Trainer registers its own."""
+    trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = handler
+
+
+def replace_link(callback: Callback, link: Callable[..., None] | None) -> None:
+    """Lets ``link`` make the link of ``save_last="link"``; ``None``: ModelCheckpoint itself."""
+    if link is None:
+        callback.__dict__.pop("_link_checkpoint", None)
+    else:
+        callback.__dict__["_link_checkpoint"] = link
+
+
+def last_saved(callback: Any) -> str:
+    """Path of what a ModelCheckpoint has saved last."""
+    return callback._last_checkpoint_saved
+
+
+def in_thread_of(plugin: AsyncCheckpointIO, work: Callable[[], None]) -> None:
+    """Does something in the thread that writes checkpoints, unless writing has failed.
+
+    Args:
+        plugin: The plugin; where its thread has not begun, the work is done at once.
+        work: What to do; its error is the plugin's.
+    """
+
+    def do() -> None:
+        try:
+            if plugin._error is None:
+                work()
+        except BaseException as error:
+            plugin._error = error
+
+    if plugin._executor is None:
+        work()
+    else:
+        plugin._executor.submit(do)

@@ -25,6 +25,7 @@ from lightning_pipeline.batch import (
     parts_of,
 )
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.lightning_private import combined_loader
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.transfers import Readback
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from lightning_pipeline.mesh import Mesh
 from lightning_pipeline.placing import Held

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.lightning_private import MODULE_DEVICE
 from lightning_pipeline.merging import Place
 from lightning_pipeline.mesh import Mesh, Scope
 from lightning_pipeline.splitting import is_elsewhere, state_items

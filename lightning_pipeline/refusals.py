@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.files import is_plain
 from lightning_pipeline.splitting import is_elsewhere, state_items
+from lightning_pipeline.splitting.torch_private import is_compiled
 
 _SEVERAL_OPTIMIZERS = (
     "Several optimizers are not possible in a pipeline yet. If one backward of a sum of losses "

@@ -20,7 +20,13 @@ from lightning_pipeline import sharded
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.failing import FailingStrategy
 from lightning_pipeline.files import WholeFiles, check_lightning, first_line, in_turn
-from lightning_pipeline.lightning_private import WrappingCheckpointIO, optimizers_to_device
+from lightning_pipeline.lightning_private import (
+    WrappingCheckpointIO,
+    last_saved,
+    optimizers_to_device,
+    replace_link,
+    trainer_of,
+)
 from lightning_pipeline.materialising import is_unplaced
 from lightning_pipeline.momenta import check_optimizer_states
 from lightning_pipeline.pipeline import Pipeline
@@ -60,16 +66,16 @@ class SavingStrategy(FailingStrategy):
     def _begin(self) -> None:
         super()._begin()
         for callback in self._model_checkpoints():
-            callback.__dict__["_link_checkpoint"] = self._link  # Lightning 2.6
+            replace_link(callback, self._link)
 
     @override
     def _end(self) -> None:
         super()._end()
         for callback in self._model_checkpoints():
-            callback.__dict__.pop("_link_checkpoint", None)
+            replace_link(callback, None)
 
     def _model_checkpoints(self) -> list[ModelCheckpoint]:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         callbacks = [] if trainer is None else trainer.checkpoint_callbacks
         return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
 
@@ -84,7 +90,7 @@ class SavingStrategy(FailingStrategy):
         if self._failed or not self.is_global_zero:
             return
         links = [
-            (callback._last_checkpoint_saved, callback.last_model_path)
+            (last_saved(callback), callback.last_model_path)
             for callback in self._model_checkpoints()
             if callback.save_last == "link"
         ]

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.files import damaged_record, first_line
 from lightning_pipeline.replacing import METADATA
+from lightning_pipeline.splitting.torch_private import MEMORY_FORMAT, STORAGE_INFO, get_layout
 
 OWN = "lightning_pipeline"
 """Key of what says which save a file is from."""
@@ -36,12 +37,12 @@ _PLAIN = {
             metadata.StorageMeta,
             metadata.TensorProperties,
             metadata.TensorStorageMetadata,
-            metadata._MEM_FORMAT_ENCODING,
+            MEMORY_FORMAT,
         )
     },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    (STORAGE_INFO.__module__, STORAGE_INFO.__qualname__): STORAGE_INFO,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    (get_layout.__module__, get_layout.__qualname__): get_layout,
 }
 _PATHS = ("PosixPath", "WindowsPath")  # where it was written, which is not looked at
 

@@ -26,7 +26,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeline.lines import PATIENCE, Bell, Exchange, Line, Word, call
-from lightning_pipeline.splitting.torch_private import default_store, process_groups
+from lightning_pipeline.splitting.torch_private import (
+    backends_of,
+    default_store,
+    group_of_calls,
+    process_groups,
+)
 
 GRACE = 3.0
 """Seconds that a rank has to hear of a failure in the order of its work."""
@@ -284,9 +289,8 @@ def break_off() -> None:
     """
     aborted: list[Any] = []
     for group in process_groups():
-        for device in group._device_types:
+        for backend in backends_of(group):
             with contextlib.suppress(Exception):
-                backend: Any = group._get_backend(device)
                 if backend.name() == "nccl":
                     aborted.append(backend)
                     continue
@@ -294,8 +298,8 @@ def break_off() -> None:
                 probe = backend.recv([torch.empty(1)], peer, _PROBE)
                 probe.wait(timedelta(milliseconds=1))
     if aborted:
-        calls = [aborted[0]._group_start, *(b.abort for b in aborted), aborted[0]._group_end]
-        for do in calls:
+        start, end = group_of_calls(aborted[0])
+        for do in (start, *(backend.abort for backend in aborted), end):
             with contextlib.suppress(Exception):
                 do()
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_pipeline.batch import cut_batch, even_cut
 from lightning_pipeline.errors import StepError
+from lightning_pipeline.lightning_private import MODULE_DEVICE
 from lightning_pipeline.placing import SECONDS_PER_BYTE
 from lightning_pipeline.planning.loads import Load, added, part_of
 from lightning_pipeline.planning.measuring import measure_work

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from lightning_pipeline.batch import num_rows
 from lightning_pipeline.batchnorm import names_of_norms
 from lightning_pipeline.hooks import arguments_after_batch
+from lightning_pipeline.lightning_private import attach_data, fit_data
 from lightning_pipeline.options import balance_of
 from lightning_pipeline.order_files import write_order
 from lightning_pipeline.planning.blueprint import Blueprint

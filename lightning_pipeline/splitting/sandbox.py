@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.lightning_private import TRAINER
 from lightning_pipeline.splitting.pictures import Picture
 from lightning_pipeline.splitting.placeholder import is_elsewhere
 from lightning_pipeline.splitting.state import StateItem, state_items

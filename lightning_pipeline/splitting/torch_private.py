@@ -1,4 +1,8 @@
-"""The private names of torch that are needed, in one place; tested with torch 2.13."""
+"""The private names of torch that are needed, in one place; tested with torch 2.13.
+
+``NAMES`` has all of them, and a test looks for each. ``IN_PLACE`` are those that other files read
+where they stand, because a call for each would cost: attributes of tensors, modules and graphs.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _rebuild_meta_tensor_no_storage
 from torch.autograd.function import _SingleLevelFunction
-from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.clip_grad import _get_total_norm
+from torch.serialization import _get_layout
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -37,32 +46,109 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 __all__ = [
     "CHECKPOINT_CODE",
     "FLAT_WEIGHTS",
+    "IN_PLACE",
+    "MEMORY_FORMAT",
+    "NAMES",
+    "STORAGE_INFO",
     "TORCH_DIRECTORY",
     "VALUE_DEPENDENT",
+    "BatchNormBase",
     "CheckpointFunction",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "FakeTensor",
     "FakeTensorMode",
+    "InstanceNormBase",
+    "NormBase",
     "TorchDispatchMode",
+    "backends_of",
     "causal_masks_unread",
     "default_store",
     "device_of",
+    "dims_without_batch",
     "disable_current_modes",
+    "divide_each",
     "fake_tensor",
     "flop_registry",
     "flush_flat_weights",
     "generator_state",
+    "get_layout",
+    "group_of_calls",
+    "is_compiled",
     "noop_context_fn",
+    "offset_in_file",
     "process_groups",
     "pytree",
     "rebuild_meta_tensor",
+    "record_offset",
     "saved_tensor_hooks",
     "sdpa_flop_count",
     "set_generator_state",
     "single_level_function",
     "storage_of",
     "swap_tensors",
+    "total_norm",
     "without_saved_tensor_hooks",
 ]
+
+IN_PLACE: dict[str, tuple[str, ...]] = {
+    "torch.Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    "torch.nn.Module": (
+        *("_backward_hooks", "_backward_pre_hooks", "_buffers", "_call_impl"),
+        *("_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_modules"),
+        "_parameters",
+    ),
+    "torch.nn.LSTM": ("_flat_weights",),
+    "torch.nn.Parameter": ("_is_param",),
+    "torch.nn.Transformer": ("_reset_parameters",),
+    "torch._dynamo.OptimizedModule": ("_orig_mod",),
+    "torch._ops.OpOverload": ("_overloadpacket", "_schema"),
+    "torch.autograd.graph.Node": ("_sequence_nr",),
+    "AddmmBackward0": ("_saved_alpha", "_saved_beta"),
+    "ConvolutionBackward0": (
+        *("_saved_dilation", "_saved_groups", "_saved_output_padding", "_saved_padding"),
+        *("_saved_stride", "_saved_transposed"),
+    ),
+    "EmbeddingBackward0": (*("_saved_padding_idx", "_saved_scale_grad_by_freq", "_saved_sparse"),),
+    "torch.optim.Optimizer": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+    "torch.overrides": ("_has_compatible_shallow_copy_type",),
+}
+
+NAMES: dict[str, tuple[str, ...]] = {
+    **IN_PLACE,
+    "torch": ("_C", "_foreach_div_", "_ops", "_subclasses", "_utils"),
+    "torch._C": (
+        *("DisableTorchFunction", "DisableTorchFunctionSubclass", "PyTorchFileReader"),
+        *("_autograd", "_swap_tensor_impl"),
+    ),
+    "torch._C._autograd": (
+        *("_pop_saved_tensors_default_hooks", "_push_saved_tensors_default_hooks"),
+        "_top_saved_tensors_default_hooks",
+    ),
+    "torch._subclasses.fake_tensor": (
+        *("DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor"),
+        *("FakeTensorMode", "UnsupportedOperatorException"),
+    ),
+    "torch._utils": ("_rebuild_meta_tensor_no_storage",),
+    "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),
+    "torch.autograd.function": ("_SingleLevelFunction",),
+    "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
+    "torch.distributed.distributed_c10d": ("_get_default_store", "_world"),
+    "torch.nn.LSTM": ("_flat_weight_refs", "_flat_weights", "_flat_weights_names"),
+    "torch.nn.InstanceNorm1d": ("_get_no_batch_dim",),
+    "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
+    "torch.nn.modules.instancenorm": ("_InstanceNorm",),
+    "torch.nn.modules.transformer": ("_detect_is_causal_mask",),
+    "torch.nn.utils.clip_grad": ("_get_total_norm",),
+    "torch.serialization": ("_get_layout",),
+    "torch.utils": ("_pytree", "_python_dispatch"),
+    "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
+    "torch.compile": ("_torchdynamo_orig_callable",),
+    "ProcessGroupNCCL": ("_group_end", "_group_start"),
+}
+"""Private names by their owner: an import path, or the class of a node or backend."""
 
 VALUE_DEPENDENT = (
     DataDependentOutputException,
@@ -77,15 +163,66 @@ FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 CHECKPOINT_CODE: types.CodeType = inspect.unwrap(checkpoint_module.checkpoint).__code__
 
+BatchNormBase = _BatchNorm
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+InstanceNormBase = _InstanceNorm
+MEMORY_FORMAT = _MEM_FORMAT_ENCODING
+NormBase = _NormBase
+STORAGE_INFO = _StorageInfo
+default_store = _get_default_store
+divide_each = torch._foreach_div_
+get_layout = _get_layout
 single_level_function = _SingleLevelFunction
 rebuild_meta_tensor = _rebuild_meta_tensor_no_storage
 disable_current_modes = _disable_current_modes
 device_of = torch.ops.prim.device.default
+total_norm = _get_total_norm
 
 
 def process_groups() -> list[dist.ProcessGroup]:
     """All groups that this process is in, the user's among them."""
     return list(_world.pg_map)
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """The backends of a group, one for each kind of device; those that it cannot give are left."""
+    found = []
+    for device in group._device_types:
+        with contextlib.suppress(Exception):
+            found.append(group._get_backend(device))
+    return found
+
+
+def group_of_calls(backend: Any) -> tuple[Any, Any]:
+    """What begins and ends a group of calls of NCCL."""
+    return backend._group_start, backend._group_end
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether ``torch.compile`` made a function."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def dims_without_batch(norm: nn.Module) -> int:
+    """Dims of what an InstanceNorm takes for one sample without a batch's dim."""
+    return norm._get_no_batch_dim()  # type: ignore[operator]
+
+
+def record_offset(path: Any, record: str) -> int:
+    """Where a record begins in a file of torch.save.
+
+    Args:
+        path: The file.
+        record: Name of the record, without the name of the archive.
+    """
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    return reader.get_record_offset(record)
+
+
+def offset_in_file(tensor: torch.Tensor) -> int | None:
+    """Where the record of a tensor begins that was loaded under a FakeTensorMode."""
+    return tensor.untyped_storage()._checkpoint_offset
 
 
 def saved_tensor_hooks() -> object | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeline.lightning_private import TRAINER as MODULE_TRAINER
 from lightning_pipeline.splitting.settings import Freezer
 from lightning_pipeline.splitting.torch_private import FLAT_WEIGHTS
 

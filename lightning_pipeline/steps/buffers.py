@@ -71,8 +71,7 @@ class MicrobatchBuffers:
         return [
             item
             for item in here
-            if storage_of(item.tensor) in written
-            and not isinstance(item.owner, NormBase)
+            if storage_of(item.tensor) in written and not isinstance(item.owner, NormBase)
         ]
 
     def _attributes(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeline.lightning_private import LOGGERS, TRAINER
 from lightning_pipeline.splitting import state_items
 from lightning_pipeline.splitting.watch import replaced
 from lightning_pipeline.steps.attributes import ABSENT

@@ -1,4 +1,4 @@
-# make train | test | lint | clean, with Python 3.10 to 3.12, venv and pip; the rest is installed.
+# make train | test | lint | audit | clean, with Python 3.10 to 3.12, venv and pip; the rest is installed.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,6 +16,7 @@ help:
 	@echo "make test-fuzz [DRAWS=500] [SEED=123]                    run random configurations"
 	@echo "make test-gpu                                            run those that need a GPU"
 	@echo "make lint                                                ruff and mypy"
+	@echo "make audit                                               known faults of what constraints.txt pins"
 	@echo "make clean                                               remove what was built and run"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new $(VENV)"
 
@@ -43,6 +44,12 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Strict: what the database could not be asked about is a failure, too.
+audit: | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache outputs checkpoints lightning_logs

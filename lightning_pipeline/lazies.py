@@ -77,7 +77,6 @@ def _run(module: LightningModule, candidate: Candidate) -> None:
         for child, training in modes:
             child.training = training
     for child in lazy:
-        if isinstance(child, (BatchNormBase, InstanceNormBase)) and child not in lazy_modules(
-            module
-        ):
+        norm = isinstance(child, (BatchNormBase, InstanceNormBase))
+        if norm and child not in lazy_modules(module):
             child.reset_running_stats()

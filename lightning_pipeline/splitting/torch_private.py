@@ -111,12 +111,15 @@ IN_PLACE: dict[str, tuple[str, ...]] = {
     ),
     "EmbeddingBackward0": (*("_saved_padding_idx", "_saved_scale_grad_by_freq", "_saved_sparse"),),
     "torch.optim.Optimizer": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
-    "torch.overrides": ("_has_compatible_shallow_copy_type",),
+    "torch": ("_has_compatible_shallow_copy_type",),
 }
 
 NAMES: dict[str, tuple[str, ...]] = {
     **IN_PLACE,
-    "torch": ("_C", "_foreach_div_", "_ops", "_subclasses", "_utils"),
+    "torch": (
+        *IN_PLACE["torch"],
+        *("_C", "_foreach_div_", "_subclasses", "_utils"),
+    ),
     "torch._C": (
         *("DisableTorchFunction", "DisableTorchFunctionSubclass", "PyTorchFileReader"),
         *("_autograd", "_swap_tensor_impl"),

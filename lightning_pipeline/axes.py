@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_pipeline.hooks import seeds_workers
 from lightning_pipeline.lightning_private import deals_out_data
+from lightning_pipeline.meeting import keep_gloo_on_host, serve_store
 from lightning_pipeline.mesh import Mesh, Scope, control_device, with_host
 
 
@@ -77,6 +78,18 @@ class AxesStrategy(DDPStrategy):
             drop_last=sampler.drop_last,
         )
         sampler.set_epoch(epoch)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        environment, server = self.cluster_environment, None
+        if self.num_nodes == 1 and environment is not None and not dist.is_initialized():
+            host, port = environment.main_address, environment.main_port
+            keep_gloo_on_host(host)
+            if self.global_rank == 0:
+                server = serve_store(host, port, self.world_size)
+        super().setup_distributed()
+        del server  # the process group has it now
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -77,6 +77,7 @@ def _run(module: LightningModule, candidate: Candidate) -> None:
         for child, training in modes:
             child.training = training
     for child in lazy:
-        norm = isinstance(child, (BatchNormBase, InstanceNormBase))
-        if norm and child not in lazy_modules(module):
+        if child in lazy_modules(module):
+            continue
+        if isinstance(child, (BatchNormBase, InstanceNormBase)):
             child.reset_running_stats()

@@ -33,7 +33,7 @@ def serve_store(host: str, port: int, world_size: int) -> dist.TCPStore | None:
         return None
     try:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        server = socket.create_server(place[:2], family=family, backlog=world_size)
+        server = socket.create_server(place[:2], family=family, backlog=max(world_size, 128))
     except OSError:
         return None
     return dist.TCPStore(

@@ -35,7 +35,7 @@ strategy = PipelineStrategy(start_method=sys.argv[1])
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1,
                     callbacks=[Look()], **quiet)
-trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4), 4))
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(8, 4), 4))
 """
 
 

@@ -46,10 +46,8 @@ def _dangers(file: str, code: str) -> list[str]:
     for line, name, keywords in _calls(code):
         if file not in RUNS_CODE.get(name, {file}) or keywords.get("shell") == "True":
             found.append(f"{file}:{line} {name}")
-        if name == "torch.load" and keywords.get("weights_only") not in (
-            "True",
-            WEIGHTS_ONLY.get(file),
-        ):
+        allowed = {"True", WEIGHTS_ONLY.get(file, "True")}
+        if name == "torch.load" and keywords.get("weights_only") not in allowed:
             found.append(f"{file}:{line} torch.load without weights_only=True")
     return found
 

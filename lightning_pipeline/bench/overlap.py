@@ -74,7 +74,7 @@ class _Unreduced(QuietStrategy):
         module, pipeline = super()._placed(step, args)
         reducer = pipeline.held.reducer
         arm = type(reducer).arm
-        reducer.arm = lambda first_pass, *_: arm(reducer, first_pass, False)  # type: ignore[method-assign]
+        reducer.arm = lambda first_pass, *_, **more: arm(reducer, first_pass, False)  # type: ignore[method-assign]
         return module, pipeline
 
 

@@ -114,6 +114,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 def test_compiled_equals_one_device():
     def several(makers):
         trainer = {"max_steps": 3, "limit_val_batches": 2}

@@ -133,6 +133,7 @@ LOADERS: dict[str, Script] = {
 }
 
 
+@pytest.mark.slow
 def test_loaders_of_every_kind():
     Several(LOADERS).compare()
 

@@ -79,13 +79,21 @@ def expected(script):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["pipeline", "pipeline_fork", "pipeline_spawn", "pipeline_zbv_zero_bubble"]
+    "strategy",
+    [
+        "pipeline_fork",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("pipeline", "pipeline_spawn", "pipeline_zbv_zero_bubble")
+        ),
+    ],
 )
 def test_lightnings_launchers(script, expected, strategy):
     out = run([sys.executable, str(script), strategy, "2"], script.parent)
     assert numbers(out) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_torchrun(script, expected):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     out = run([*launch, str(script), "pipeline", "2"], script.parent)
@@ -103,6 +111,7 @@ def validated_alone(checkpoint: Path) -> float:
     return metrics["val_acc"]
 
 
+@pytest.mark.slow
 def test_command_line_sweep_and_its_checkpoints(tmp_path):
     """Every job prints its accuracy; plain Lightning reads the checkpoint and agrees with it."""
     words = ["-m", "lightning_pipeline", "train", "--multirun", "trainer.max_epochs=1"]

@@ -410,6 +410,7 @@ def test_init_module_allocates_nothing_when_it_is_asked_to():
         assert not module.shift.is_meta
 
 
+@pytest.mark.slow
 def test_a_rank_needs_little_more_than_its_share():
     from benchmarks.memory.weights import run
 

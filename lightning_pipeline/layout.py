@@ -49,7 +49,7 @@ def resolve_layout(
         ValueError: If they do not fit together; names the nearest values that do.
     """
     require_count("devices", devices)
-    if schedule == AUTO:
+    if schedule.lower() == AUTO:
         if stages != "auto":
             raise ValueError(
                 f"schedule=auto chooses the stages with the first batch, got stages={stages}. Set "

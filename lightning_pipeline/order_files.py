@@ -119,10 +119,18 @@ class _File:
             self._refuse("at least one action", "none", "write a row of actions for each rank")
         microbatches = _microbatches(lists)
         num_stages = 1 + max(action.stage for action in self._cells)
+        if num_stages > len(self._cells):
+            last = max(self._cells, key=lambda action: action.stage)
+            self._refuse(
+                f"actions of each of its {num_stages} stages",
+                f"{last} in {self._cells[last]} and {len(self._cells)} actions in all",
+                "correct the number of the stage",
+            )
         placement, depth = self._placement(num_stages)
         for stage in range(num_stages):
             for microbatch in range(microbatches):
                 self._check_complete(stage, microbatch)
+        self._check_forwards()
         self._check_order(num_stages)
         return schedule_of(lists, str(self._path), placement, depth)
 
@@ -203,6 +211,23 @@ class _File:
             f"{got or 'nothing'} for microbatch {microbatch} of stage {stage}",
             f"add {names} to row {row}" if missing else surplus,
         )
+
+    def _check_forwards(self) -> None:
+        """Statistics, counters and logs are those of microbatches one after the other."""
+        last: dict[int, Action] = {}
+        for row in self._lists:
+            for action in row:
+                if action.op != "F":
+                    continue
+                before = last.get(action.stage, action)
+                if before.microbatch > action.microbatch:
+                    self._refuse(
+                        "the forwards of each stage in the order of the microbatches",
+                        f"{before} in {self._cells[before]} before {action} in "
+                        f"{self._cells[action]}",
+                        "swap them",
+                    )
+                last[action.stage] = action
 
     def _check_order(self, num_stages: int) -> None:
         try:

@@ -47,8 +47,15 @@ def search_order(
         For each rank of the pipeline, its actions in order.
 
     Raises:
-        ValueError: If not even one microbatch at a time fits the memory.
+        ValueError: If not even one microbatch at a time fits the memory, or a time is no number of
+            seconds.
     """
+    for stage, time in enumerate(costs.times):
+        if not all(0 <= value < float("inf") for value in time):
+            raise ValueError(
+                f"Times must be seconds, got {tuple(time)} for stage {stage}. They come from the "
+                "costs. Set finite numbers of at least 0."
+            )
     for name, count in (
         ("ranks", ranks),
         ("stages_per_rank", stages_per_rank),
@@ -172,7 +179,7 @@ class _Search:
                     break
                 row = list(best[rank])
                 row.insert(to, row.pop(at))
-                if not self._fits(rank, row):
+                if not (_is_in_order(row, best[rank][at]) and self._fits(rank, row)):
                     continue
                 moved = [row if i == rank else other for i, other in enumerate(best)]
                 try:
@@ -189,6 +196,13 @@ def _parts(action: Action) -> list[Action]:
     """A whole backward as its two parts."""
     stage, op, m = action
     return [Action(stage, "I", m), Action(stage, "W", m)] if op == "B" else [action]
+
+
+def _is_in_order(row: Sequence[Action], moved: Action) -> bool:
+    """Whether the forwards of a stage are still one microbatch after the other."""
+    stage, op, _ = moved
+    done = [m for s, o, m in row if s == stage and o == op]
+    return op != "F" or done == sorted(done)
 
 
 def _score(timeline: Timeline) -> tuple[float, float]:

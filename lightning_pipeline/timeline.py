@@ -52,6 +52,7 @@ class PipelineTimeline(Callback):
         every_n_steps: int | None = None,
         dirpath: str | Path | None = None,
     ) -> None:
+        steps = tuple(steps)
         for step in steps:
             if not isinstance(step, int) or step < 0:
                 raise ValueError(
@@ -76,7 +77,7 @@ class PipelineTimeline(Callback):
         """Makes sure that there is a pipeline.
 
         Raises:
-            MisconfigurationException: If there is none.
+            MisconfigurationException: If there is none, or another PipelineTimeline.
         """
         self._offset = None  # another run may have other ranks
         strategy = trainer.strategy
@@ -86,6 +87,12 @@ class PipelineTimeline(Callback):
                 f"{type(strategy).__name__} from Trainer(strategy=...), whose ranks have no stages "
                 "to show. Set Trainer(strategy='pipeline'), or remove the callback from "
                 "Trainer(callbacks=...)."
+            )
+        count = sum(isinstance(callback, PipelineTimeline) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if count > 1:
+            raise MisconfigurationException(
+                f"A Trainer takes one PipelineTimeline, got {count} in Trainer(callbacks=...). Set "
+                "steps and every_n_steps of one."
             )
 
     @override

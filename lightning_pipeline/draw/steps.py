@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning_pipeline.actions import action_lists
@@ -20,6 +19,7 @@ LEGEND = {"F": "forward", "B": "backward (of inputs, if split)", "W": "backward 
 
 
 _EQUAL = StageTime(1, 1, 1)
+_LONGEST = 1e12  # steps of many of them can still be added and drawn
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class Step:
 
 def _require_time(name: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf:  # type: ignore[operator]
+    if not number or not 0 <= value <= _LONGEST:  # type: ignore[operator]
         raise ValueError(
-            f"{name} must be a time of at least 0, got {value!r}. The value comes from the "
-            f"argument of that name. Set {name}=1, for instance."
+            f"{name} must be a time from 0 to {_LONGEST:g}, got {value!r}. The value comes "
+            f"from the argument of that name. Set {name}=1, for instance."
         )
 
 

@@ -127,7 +127,7 @@ class Bounds:
         if schedule is not None and schedule.sizes is not None:
             return [schedule.sizes.microbatches]
         most = min(self.rows // self.min_rows, _MOST_PER_RANK * ranks)
-        least = min(ranks // 2, most)
+        least = min(max(1, ranks // 2), most)
         return [m for m in range(least, most + 1) if self.rows % m == 0] or [most]
 
 

@@ -86,7 +86,7 @@ def run_plan(cfg: DictConfig, build: Build) -> None:
         ]
     plan = plan_of(best, blueprint.cut(best.candidate.num_stages), notes)
     if cfg.json:
-        print(json.dumps(as_data(outlook, plan, notes), indent=2))
+        print(json.dumps(as_data(outlook, plan, notes, cfg.trainer.num_nodes), indent=2))
         return
     print(plan)
     print(memory_table(best))

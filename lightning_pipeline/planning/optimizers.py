@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeline.splitting.torch_private import pytree
+
 
 def state_bytes(optimizers: Iterable[Optimizer]) -> tuple[dict[int, int], list[str]]:
     """Bytes of the optimizer state of each parameter after the first step, by identity.
@@ -51,22 +53,34 @@ def state_bytes(optimizers: Iterable[Optimizer]) -> tuple[dict[int, int], list[s
 
 def _twin(optimizer: Optimizer) -> tuple[list[tuple[nn.Parameter, nn.Parameter]], Optimizer]:
     """Pairs of a parameter and its stand-in, and the optimizer of the stand-ins."""
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {id(parameter): _meta(parameter) for parameter in originals}
+
+    def stand_in(value: Any) -> Any:
+        """What the twin may write to in place of the optimizer's own."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in own:
+            return own[id(value)]
+        # A number of steps, say, is read by some.
+        return torch.empty_like(value, device="meta") if value.dim() else value.detach().clone()
+
     twin = copy.copy(optimizer)
-    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for name, value in optimizer.__dict__.items():
+        if name not in ("param_groups", "state"):
+            twin.__dict__[name] = pytree.tree_map(stand_in, value)
     twin.param_groups, twin.state = [], defaultdict(dict)
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for group in optimizer.param_groups:
-        own = [_meta(parameter) for parameter in group["params"]]
-        pairs += zip(group["params"], own, strict=True)
         # The loops for one tensor after another are those that run on meta.
         settings = ("foreach", "fused", "capturable")
         plain: dict[str, Any] = {key: False for key in settings if key in group}
-        twin.param_groups.append({**group, **plain, "params": own})
-    for original, stand_in in pairs:
-        for key, value in optimizer.state.get(original, {}).items():  # made in the constructor
-            many = isinstance(value, Tensor) and value.dim()
-            twin.state[stand_in][key] = torch.empty_like(value, device="meta") if many else value
-    return pairs, twin
+        twin.param_groups.append(pytree.tree_map(stand_in, {**group, **plain}))
+    for parameter in originals:  # made in the constructor, or loaded
+        if parameter in optimizer.state:
+            state = pytree.tree_map(stand_in, dict(optimizer.state[parameter]))
+            twin.state[own[id(parameter)]] = state
+    return [(parameter, own[id(parameter)]) for parameter in originals], twin
 
 
 def _meta(parameter: nn.Parameter) -> nn.Parameter:

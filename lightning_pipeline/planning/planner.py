@@ -98,7 +98,8 @@ class Planner:
             outlook: What was found.
         """
         if not outlook.too_large:
-            reasons = "; ".join(dict.fromkeys(f"{d.what}: {d.why}" for d in outlook.dropped))
+            by_reason = {d.why: f"{d.what}: {d.why}" for d in reversed(outlook.dropped)}
+            reasons = "; ".join(reversed(by_reason.values()))
             return f"A layout must be legal for the model and the batch, but none is. {reasons}."
         smallest = outlook.too_large[0]
         ways = list(self._ways(bounds, smallest))

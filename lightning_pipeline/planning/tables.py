@@ -172,8 +172,10 @@ def reasons(outlook: Outlook) -> list[str]:
     return lines
 
 
-def as_data(outlook: Outlook, plan: Plan | None, notes: Sequence[str]) -> dict[str, Any]:
-    """All of it for programs: seconds, bytes, counts."""
+def as_data(
+    outlook: Outlook, plan: Plan | None, notes: Sequence[str], num_nodes: int = 1
+) -> dict[str, Any]:
+    """All of it for programs: seconds, bytes, counts; overrides for so many nodes."""
     return {
         "limit": outlook.limit,
         "notes": list(notes),
@@ -190,13 +192,13 @@ def as_data(outlook: Outlook, plan: Plan | None, notes: Sequence[str]) -> dict[s
             for stage in (plan.stages if plan is not None else ())
         ],
         "num_fitting": outlook.num_fitting,
-        "fitting": [_data(found) for found in outlook.fitting],
-        "too_large": [_data(found) for found in outlook.too_large],
+        "fitting": [_data(found, num_nodes) for found in outlook.fitting],
+        "too_large": [_data(found, num_nodes) for found in outlook.too_large],
         "dropped": [{"kind": d.kind, "what": d.what, "why": d.why} for d in outlook.dropped],
     }
 
 
-def _data(found: Prediction) -> dict[str, Any]:
+def _data(found: Prediction, num_nodes: int) -> dict[str, Any]:
     schedule, ranks, replicas, depth, microbatches, recompute = found.candidate
     return {
         "schedule": schedule.name,
@@ -210,5 +212,5 @@ def _data(found: Prediction) -> dict[str, Any]:
         "samples_per_second": found.samples_per_second,
         "peak_bytes": found.peak,
         "rank_bytes": [found.reserved + held.total for held in found.memory],
-        "overrides": overrides_of(found),
+        "overrides": overrides_of(found, num_nodes),
     }

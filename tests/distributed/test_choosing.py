@@ -142,6 +142,27 @@ class Uneven(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Decaying(Uneven):
+    """Its optimizer has state, steps in it, before the first batch."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1, lr_decay=0.5)
+
+
+def steps_of(trainer, module):
+    return {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+
+
+def test_choosing_leaves_the_optimizer_as_it_is():
+    plain = Script(Decaying, lambda: vectors(96), trainer={"limit_val_batches": 0})
+    expected = plain.plain()
+    own = Script(Decaying, lambda: vectors(96), trainer={"limit_val_batches": 0}, after=steps_of)
+    runs = own.pipelined(2, schedule="auto")
+    for run in runs:
+        assert run.extra == runs[0].extra
+        assert distance(run, expected) <= TOLERANCE
+
+
 def stages(trainer, module):
     return [stage.modules for stage in trainer.strategy.plan.stages]
 

@@ -133,7 +133,8 @@ def test_ending_decides_the_format(
             ["one number of ranks", "[2, 4] and [8]", "stages=null, ranks=4 and microbatches=8"],
         ),
         (["schedule=none.csv"], ["must be readable", "none.csv"]),
-        (["transfer=-1"], ["transfer must be a time of at least 0, got -1"]),
+        (["transfer=-1"], ["transfer must be a time from 0 to 1e+12, got -1"]),
+        (["forward=1e307"], ["forward must be a time from 0 to 1e+12, got 1e+307"]),
     ],
 )
 def test_refusals(words: list[str], parts: list[str], capfd: pytest.CaptureFixture[str]) -> None:

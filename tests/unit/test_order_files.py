@@ -131,6 +131,15 @@ REFUSED = {
 }
 
 
+REFUSED |= {
+    "forwards in another order": (
+        "0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0\n",
+        ["0F1 in row 1, column 1 before 0F0 in row 1, column 2", "Swap them"],
+    ),
+    "a stage far away": ("0F0,0B0\n10000000000F0,1B0\n", ["10000000000F0 in row 2, column 1"]),
+}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_name_the_action_its_row_and_column(case: str, path: Path) -> None:
     text, parts = REFUSED[case]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +100,42 @@ def test_what_cannot_be_known_is_assumed_and_said() -> None:
     found, notes = state_bytes([Reader(net.parameters())])
     assert found == {id(net.weight): 128, id(net.bias): 32}
     assert len(notes) == 1 and "Reader" in notes[0] and "two tensors" in notes[0]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps numbers and lists of its own, beside the state of parameters."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.history: list[float] = []
+        self.count = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.history.append(1.0)
+        self.count += 1
+        return super().step(closure)
+
+
+def frozen_state(optimizer: Optimizer) -> Any:
+    own = {k: v for k, v in optimizer.__dict__.items() if k in ("history", "count")}
+    return copy.deepcopy((optimizer.state_dict(), own))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*OPTIMIZERS, (torch.optim.Adagrad, {"lr_decay": 0.5}), (Counting, {"momentum": 0.9})],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_nothing_of_an_optimizer_changes(
+    kind: type[Optimizer], settings: dict[str, Any], steps: int
+) -> None:
+    module = Net()
+    module.scale = nn.Parameter(torch.ones(()))  # its momentum has no dims either
+    optimizer = kind([p for p in module.parameters() if p.requires_grad], **settings)
+    for _ in range(steps):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    before = frozen_state(optimizer)
+    state_bytes([optimizer])
+    torch.testing.assert_close(frozen_state(optimizer), before, rtol=0, atol=0)

@@ -79,6 +79,11 @@ def test_illegal_counts_are_dropped_with_the_nearest_legal_one() -> None:
     assert dropped == Dropped("1F1B with 4 x 1 stage", "needs 4 microbatches", "count")
 
 
+def test_a_pipeline_of_one_rank_has_candidates() -> None:
+    found = list(candidates(Bounds(1, ROWS, ranks=1), 100))
+    assert any(isinstance(each, Candidate) for each in found)
+
+
 def test_more_microbatches_than_rows_are_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "three.csv"
     path.write_text("0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")

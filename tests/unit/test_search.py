@@ -179,3 +179,10 @@ def test_processes_agree() -> None:
     times = [StageTime(1, 1.5, 0.7), StageTime(1.2, 1, 1), StageTime(0.9, 1, 1.1)]
     costs = Costs(times, 0.1, [StageBytes(1, 1)] * 3, [4] * 3)
     assert printed == f"{search_order(costs, 3, 1, 6)}\n"
+
+
+def test_times_that_are_none_are_refused() -> None:
+    for value in (float("inf"), float("nan"), -1.0):
+        costs = Costs([StageTime(1, 1, 1), StageTime(1, value, 1)])
+        with pytest.raises(ValueError, match=r"Times must be seconds, got .* for stage 1"):
+            search_order(costs, 2, 1, 4)

@@ -66,6 +66,11 @@ def normalises_batches(module: nn.Module) -> bool:
     return any(norm.training or norm.running_mean is None for norm in norms)
 
 
+def meets_replicas(module: nn.Module) -> bool:
+    """Whether a norm that is changed for a run takes statistics over all replicas."""
+    return any(isinstance(child, _Synchronised) and child.training for child in module.modules())
+
+
 class Moments(NamedTuple):
     """What a norm saw in one call.
 

@@ -50,6 +50,7 @@ class Options:
         deferred_batch_norm: Whether running statistics are those of whole batches.
         balance_by: Whether the model is cut by what its pieces cost, or by their measured time.
         open: What the first batch decides, if it does; schedule and stages are provisional then.
+        validates: Whether the first training step is compared with an unpipelined one.
         notes: Sentences for the plan.
     """
 
@@ -63,6 +64,7 @@ class Options:
     deferred_batch_norm: bool = False
     balance_by: BalanceBy = "cost"
     open: Open | None = None
+    validates: bool = False
     notes: tuple[str, ...] = ()
 
     def check(self, ranks: int) -> None:
@@ -100,6 +102,7 @@ def options_of(
     compile: bool | dict[str, Any],
     deferred_batch_norm: bool,
     balance_by: str,
+    validate: str | None = None,
 ) -> Options:
     """Checks the arguments of the same names of ``PipelineStrategy``.
 
@@ -121,6 +124,7 @@ def options_of(
         deferred_batch_norm,
         balance_of(balance_by),
         left,
+        validates_of(validate),
     )
 
 
@@ -155,6 +159,20 @@ def balance_of(chosen: str) -> BalanceBy:
             "the recorded operations cost, or balance_by='time' for what their modules take."
         )
     return chosen  # type: ignore[return-value]
+
+
+def validates_of(chosen: str | None) -> bool:
+    """Whether the argument ``validate`` asks for a comparison of the first step.
+
+    Raises:
+        ValueError: If it is neither ``None`` nor ``"first_step"``.
+    """
+    if chosen not in (None, "first_step"):
+        raise ValueError(
+            f"validate must be None or 'first_step', got {chosen!r}. Set validate='first_step' to "
+            "compare the first training step with an unpipelined one."
+        )
+    return chosen is not None
 
 
 def recompute_of(

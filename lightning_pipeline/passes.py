@@ -133,7 +133,7 @@ class StepPass:
         self.appended.append(detached(self.metrics.marked(runner.appended)))
         self.assigned.append(detached(runner.assigned))
         runner.forget()
-        self.weights.append(_weight_of(item, returned))
+        self.weights.append(weight_of(item, returned))
         self.recorder.end(_given_loss(returned))
         if len(self.weights) == len(self.cut.sizes):
             found = [weight for weight in self.weights if isinstance(weight, Tensor)]
@@ -150,7 +150,7 @@ class StepPass:
     def _loss(self, item: Microbatch, returned: Any) -> Tensor:
         if not self.trains:
             return torch.zeros(())
-        loss = _loss_of(item, returned)
+        loss = loss_of(item, returned)
         # The mean over nothing is NaN, which no factor makes a zero.
         weight = self.weights[-1]
         if isinstance(weight, Tensor):
@@ -323,7 +323,7 @@ def _given_loss(returned: Any) -> Any:
     return returned.get("loss") if isinstance(returned, Mapping) else returned
 
 
-def _loss_of(item: Microbatch, returned: Any) -> Tensor:
+def loss_of(item: Microbatch, returned: Any) -> Tensor:
     loss = _given_loss(returned)
     step = item.plan.step
     if not isinstance(loss, Tensor):
@@ -345,7 +345,7 @@ def _loss_of(item: Microbatch, returned: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _weight_of(item: Microbatch, returned: Any) -> float | Tensor | None:
+def weight_of(item: Microbatch, returned: Any) -> float | Tensor | None:
     """The weight that a step returned, on its device if that is not the host."""
     weight = returned.get("weight") if isinstance(returned, Mapping) else None
     if isinstance(weight, Tensor) and weight.numel() == 1:

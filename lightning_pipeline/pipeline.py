@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_pipeline.batch import Cut, signature
 from lightning_pipeline.batchnorm import Norms, names_of_norms, normalises_batches
+from lightning_pipeline.comparing import FirstStep
 from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
@@ -94,6 +96,9 @@ class Pipeline:
         self._repeated: list[tuple[object, str, Any]] | None = None
         self._trained = False
         self.norms: Norms | None = None
+        train = contexts["training_step"]
+        first = FirstStep(module, mesh, device, train, partial(self._runner, "training_step"))
+        self._first = first if options.validates else None
 
     @property
     def module(self) -> LightningModule:
@@ -262,6 +267,9 @@ class Pipeline:
             same.require()  # which explains more
             raise
         work.same = same
+        if trains and self._first is not None:
+            same.require()
+            self._run_unpipelined(work, args[0])
         self._computed.inside_step = True
         try:
             blocks = self._blocks() if trains else []
@@ -288,6 +296,8 @@ class Pipeline:
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
         if trains:
             self.held.reducer.weigh(weight)
+            if self._first is not None:
+                self._first.note(loss)
         work.check_fingerprints()
         output, appended, assigned = more or (None, {}, {})
         for path, entries in appended.items():
@@ -295,6 +305,27 @@ class Pipeline:
         for name, value in assigned.items():
             setattr(self._module, name, value)
         return loss, output
+
+    def _run_unpipelined(self, work: StepPass, batch: Any) -> None:
+        """Runs a batch of the first optimizer step as without the pipeline."""
+        assert self._first is not None
+        if self._placed.began_without_weights:
+            self._first.skip("the module was built without memory for its weights")
+        else:
+            calls = {id(call): call for m in work.microbatches for call in m.plan.calls}.values()
+            writes = self._placed.writes or any(call.writes for call in calls)
+            self._first.run(work, batch, self.holders, writes)
+        if self._first.is_over:
+            self._first = None
+
+    def complete(self) -> None:
+        """Completes the gradients after a backward, and compares those of the first step."""
+        is_last = self.held.reducer.armed
+        self.held.reducer.complete()
+        if is_last and self._first is not None:
+            self._first.compare(self.held)
+            if self._first.is_over:
+                self._first = None
 
     def _prepare(
         self,
@@ -382,17 +413,12 @@ class Pipeline:
 
     def _runners_of(self, step: str) -> dict[int, Runner]:
         if step not in self._runners:
-            self._runners[step] = {
-                stage: Runner(
-                    self._module,
-                    stage,
-                    self._contexts[step],
-                    self._device,
-                    self._options.manner(stage == self._mesh.num_stages - 1),
-                )
-                for stage in self._mesh.stages
-            }
+            self._runners[step] = {s: self._runner(step, s) for s in self._mesh.stages}
         return self._runners[step]
+
+    def _runner(self, step: str, stage: int) -> Runner:
+        manner = self._options.manner(stage == self._mesh.num_stages - 1)
+        return Runner(self._module, stage, self._contexts[step], self._device, manner)
 
     def _blocks(self) -> list[tuple[object, str, Any]]:
         """Patches of the modules that are to be computed again in the backward."""

@@ -251,6 +251,11 @@ class PlacedModule:
         if self.placement is not None:
             self.held = self._release(self.placement)
 
+    @property
+    def writes(self) -> bool:
+        """Whether its steps write to buffers behind their last call of a module."""
+        return bool(self._written)
+
     def put_back(self) -> None:
         """Makes the module whole again on every rank, from the ranks that hold its parts."""
         if self.placement is None:

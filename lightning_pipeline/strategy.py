@@ -10,12 +10,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -50,6 +48,7 @@ from lightning_pipeline.refusals import (
     check_start_method,
     one_optimizer,
 )
+from lightning_pipeline.scaling import loss_scale, share_scaler
 from lightning_pipeline.schedules import SCHEDULES
 from lightning_pipeline.sharing import share_random_state, share_state
 from lightning_pipeline.steps import random_state, set_random_state
@@ -92,6 +91,9 @@ class PipelineStrategy(BuildingStrategy):
             does a module that was built without weights.
         weights: File or folder with initial weights of the module or of one submodule:
             safetensors, as ``save_pretrained`` writes them, or a checkpoint.
+        validate: ``"first_step"`` compares loss and gradients of a fit's first optimizer step with
+            those of an unpipelined run, where every rank has memory for it, and tells the largest
+            difference.
         process_group_backend: As in Lightning's DDPStrategy.
         timeout: As in Lightning's DDPStrategy.
         start_method: As in Lightning's DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"``.
@@ -118,6 +120,7 @@ class PipelineStrategy(BuildingStrategy):
         save_distributed_checkpoint: bool = False,
         gather_after_run: bool = True,
         weights: str | Path | None = None,
+        validate: Literal["first_step"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -130,7 +133,7 @@ class PipelineStrategy(BuildingStrategy):
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         self._options = options = options_of(
             *(schedule, stages_per_rank, num_microbatches, partition, module),
-            *(activation_checkpointing, compile, deferred_batch_norm, balance_by),
+            *(activation_checkpointing, compile, deferred_batch_norm, balance_by, validate),
         )
         check_start_method(start_method, gather_after_run)
         self._shards_checkpoints = save_distributed_checkpoint
@@ -255,12 +258,7 @@ class PipelineStrategy(BuildingStrategy):
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and not isinstance(scaler, ShardedGradScaler):
-            # A rank sees only its own infinities; all ranks must skip the same steps.
-            shared = ShardedGradScaler(self.root_device.type, process_group=dist.group.WORLD)
-            shared.load_state_dict(scaler.state_dict())
-            self.precision_plugin.scaler = shared  # type: ignore[attr-defined]
+        share_scaler(self.precision_plugin, self.root_device)
 
     @override
     def model_to_device(self) -> None:
@@ -285,17 +283,13 @@ class PipelineStrategy(BuildingStrategy):
                 "training_step",
                 args,
                 trains=True,
-                scale=self._gradient_scale(),
+                scale=loss_scale(self.precision_plugin, self.root_device),
                 accumulated=accumulated,
                 count=loop.total_batch_idx,
             )
         if self._parks:
             self._parking.park(parameters)
         return loss if output is None else {**output, "loss": loss}
-
-    def _gradient_scale(self) -> float | Tensor:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
     @override
     def backward(
@@ -304,7 +298,7 @@ class PipelineStrategy(BuildingStrategy):
         assert self.lightning_module is not None and self._pipeline is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._parking.hand_back(self._pipeline.held.reducer.complete)
+        self._parking.hand_back(self._pipeline.complete)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss

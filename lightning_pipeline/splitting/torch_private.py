@@ -74,6 +74,7 @@ __all__ = [
     "generator_state",
     "get_layout",
     "group_of_calls",
+    "has_gradient_hooks",
     "is_compiled",
     "noop_context_fn",
     "offset_in_file",
@@ -315,3 +316,9 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     torch._C._swap_tensor_impl(first, second)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the user's hooks are called with the gradient of a parameter."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or bool(after)

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from lightning_pipeline import comparing, unpipelined
+from lightning_pipeline import PipelineStrategy, comparing, unpipelined
 from lightning_pipeline.schedules import SCHEDULES
 from tests.distributed.fits import Run, Script
 from tests.distributed.test_exactness import images, tokens, vectors
@@ -85,7 +86,9 @@ FEW = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 CASES = [
     *itertools.product(FEW[:1], LAYOUTS, FLAGS, MODELS),
     *itertools.product(FEW[1:], ["pp2"], ["accumulated"], MODELS),
-    *itertools.product([s.name for s in SCHEDULES if s.name not in FEW], ["pp2"], ["once"], ["tied"]),
+    *itertools.product(
+        [s.name for s in SCHEDULES if s.name not in FEW], ["pp2"], ["once"], ["tied"]
+    ),
 ]
 
 
@@ -116,6 +119,90 @@ def test_the_training_is_the_same_to_the_bit(schedule, layout, flags, model):
     assert found["dtype"] == "float64" and float(found["relative"]) < 1e-9
 
 
+def single(count):
+    return tuple(TensorDataset(*(t.float() for t in part.tensors)) for part in vectors(count))
+
+
+def half(scale):
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+PRECISIONS = {
+    "float16": lambda: {"plugins": [half(2.0**10)], "gradient_clip_val": 0.1},
+    "bfloat16": lambda: {"precision": "bf16-mixed"},
+    "float32": dict,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions(precision, accumulate):
+    def runs(**arguments):
+        flags = {"max_steps": 2, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+        flags |= PRECISIONS[precision]()
+        made = Told(Perceptron, lambda: single(64), trainer=flags, dtype=torch.float32)
+        return made.pipelined(2, num_microbatches=4, **arguments)
+
+    first, second = runs(validate="first_step")
+    found = told(first)
+    assert found["dtype"] == precision and not first.extra[1]
+    assert 0 < float(found["absolute"]) < 0.1 and float(found["loss"]) > 0.1
+    for run, expected in zip((first, second), runs(), strict=True):
+        assert all(torch.equal(run.state[name], value) for name, value in expected.state.items())
+
+
+class TooLarge(Perceptron):
+    """Its gradients overflow at the first scale alone."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        return (self.scale * out.half()).mul(8).sub(batch[1]).float().square().mean()
+
+
+def test_a_step_that_overflows_is_told_and_the_next_one_compared():
+    def plugins():
+        return [half(2.0**20)]
+
+    flags = {"max_steps": 8, "limit_val_batches": 0, "plugins": plugins()}
+    script = Told(TooLarge, lambda: single(128), trainer=flags, dtype=torch.float32)
+    first, _ = script.pipelined(2, validate="first_step")
+    *overflows, line = first.extra[0]
+    assert overflows and LINE.match(line) and not first.extra[1]
+    assert all("overflows at a loss scale of" in text for text in overflows)
+
+
+def calls(trainer, module):
+    return dict(module.calls)
+
+
+def hooked(module):
+    """Gradient hooks that count, of which one changes what it sees."""
+    module.calls = {"hook": 0, "module": 0}
+
+    def halve(gradient):
+        module.calls["hook"] += 1
+        return gradient / 2
+
+    def count(*args):
+        module.calls["module"] += 1
+
+    module.net[4].weight.register_hook(halve)
+    module.net[8].register_full_backward_hook(count)
+
+
+def test_gradient_hooks_are_called_once_and_their_parameters_left_out():
+    flags = {"max_steps": 2, "limit_val_batches": 0}
+    script = Told(Perceptron, lambda: vectors(64), trainer=flags, setup=hooked, after=calls)
+    without = script.pipelined(2, num_microbatches=4)
+    runs = script.pipelined(2, num_microbatches=4, validate="first_step")
+    assert told(runs[0])["left_out"] == "1 parameter with gradient hooks, net.4.weight first"
+    assert not runs[0].extra[1]
+    assert [run.extra[2] for run in runs] == [run.extra[2] for run in without]
+    assert sum(run.extra[2]["hook"] for run in runs) > 0
+    for run, expected in zip(runs, without, strict=True):
+        assert all(torch.equal(run.state[name], value) for name, value in expected.state.items())
+
+
 class Contrasts(Perceptron):
     """Its loss compares the rows of a batch."""
 
@@ -142,11 +229,10 @@ class Forgets(Tagger):
 )
 def test_a_step_that_mixes_rows_is_warned_of(model, dataset, dtype):
     def data():
+        parts = (part.tensors for part in dataset(64))
         return tuple(
-            torch.utils.data.TensorDataset(
-                *(t.to(dtype) if t.is_floating_point() else t for t in part.tensors)
-            )
-            for part in dataset(64)
+            TensorDataset(*(t.to(dtype) if t.is_floating_point() else t for t in tensors))
+            for tensors in parts
         )
 
     trainer = {"limit_val_batches": 0, "max_steps": 2}
@@ -155,3 +241,76 @@ def test_a_step_that_mixes_rows_is_warned_of(model, dataset, dtype):
     assert float(found["relative"]) > 0.01
     assert f"the gradient of {found['name']} (stage {found['stage']}) differs far" in warning
     assert "mixes the rows of a batch: a contrastive loss" in warning
+
+
+def no_memory_on(rank):
+    """Memory for copies that one rank does not have."""
+    allocate = unpipelined.room
+
+    def room(module, device):
+        if module.global_rank == rank:
+            raise torch.OutOfMemoryError("out of memory")
+        return allocate(module, device)
+
+    return mock.patch.object(comparing, "room", room)
+
+
+class FailsAlone(Perceptron):
+    """Cannot run on a whole batch, on one rank."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) == 16 and self.global_rank == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().training_step(batch, batch_idx)
+
+
+class Gathers(Perceptron):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.0 * self.all_gather(loss.detach()).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "patch", "replicas", "reason"),
+    [
+        (Perceptron, no_memory_on(1), 1, "rank 1 has no memory for the whole model and batch"),
+        (FailsAlone, contextlib.nullcontext(), 1, "rank 1 has no memory for the whole model"),
+        (Gathers, contextlib.nullcontext(), 2, "the step or a synchronised BatchNorm meets"),
+    ],
+)
+def test_ranks_skip_together(model, patch, replicas, reason):
+    trainer = {"limit_val_batches": 0, "accumulate_grad_batches": 2}
+    quiet = Told(model, lambda: vectors(96 * replicas), trainer=trainer)
+    layout = {"ranks": 2, "replicas": replicas, "num_microbatches": 4}
+    without = quiet.pipelined(**layout)
+    with patch:
+        runs = quiet.pipelined(**layout, validate="first_step")
+    [line], warned, _ = runs[0].extra
+    assert f"is not compared with an unpipelined one: {reason}" in line and not warned
+    assert all(run.extra[:2] == ([], []) for run in runs[1:])
+    for run, expected in zip(runs, without, strict=True):
+        assert all(torch.equal(run.state[name], value) for name, value in expected.state.items())
+
+
+class Built(Perceptron):
+    """Gets its weights with the placement."""
+
+    def __init__(self):
+        L.LightningModule.__init__(self)
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+            self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_a_module_without_weights_is_not_compared():
+    trainer = {"limit_val_batches": 0, "max_steps": 1}
+    script = Told(Built, lambda: vectors(32), trainer=trainer)
+    first, _ = script.pipelined(2, validate="first_step")
+    assert "the module was built without memory for its weights" in first.extra[0][0]
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="validate must be None or 'first_step', got 'always'"):
+        PipelineStrategy(validate="always")

@@ -8,7 +8,7 @@ the pipeline's own are complete the two are compared, and rank 0 tells the large
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_pipeline.batchnorm import meets_replicas, normalises_batches
 from lightning_pipeline.mesh import Mesh, control_device
 from lightning_pipeline.passes import StepPass
-from lightning_pipeline.placing import Held
+from lightning_pipeline.placing import Held, PlacedModule
 from lightning_pipeline.splitting.torch_private import has_gradient_hooks
 from lightning_pipeline.unpipelined import (
     Manner,
@@ -45,8 +45,8 @@ _LOOK = {
         "A step sees one microbatch at a time. Look in it, and in its modules, for what mixes the "
         "rows of a batch: a contrastive loss, a sum or a mean over something else than samples "
         "(return {'loss': ..., 'weight': n}, see docs/means.md), statistics of the batch such as "
-        "those of BatchNorm. PipelineStrategy(num_microbatches=1) leaves the batch whole where the "
-        "schedule allows it"
+        "those of an own norm. Hooks that change gradients between accumulated batches show, too. "
+        "PipelineStrategy(num_microbatches=1) leaves the batch whole where the schedule allows it"
     ),
     Manner.MICROBATCHES: (
         "Both saw the same microbatches. Look for state that a forward changes and reads again "
@@ -87,6 +87,7 @@ def rounding_of(module: nn.Module, device: torch.device, context: Callable[[], A
         context: The precision plugin's context of the step.
     """
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point() or p.is_complex()}
+    kinds = kinds or {torch.get_default_dtype()}
     with context():
         if torch.is_autocast_enabled(device.type):
             kinds.add(torch.get_autocast_dtype(device.type))
@@ -124,7 +125,9 @@ class Difference:
     @property
     def relative(self) -> float:
         """The difference relative to the largest entry of the reference."""
-        return self.absolute / self.size if self.size else math.inf * (self.absolute or 0.0)
+        if not self.size:
+            return math.inf if self.absolute else 0.0
+        return self.absolute / self.size
 
 
 class _Told(NamedTuple):
@@ -150,6 +153,10 @@ class FirstStep:
         device: The rank's device.
         context: The precision plugin's context of the training step.
         runner: Makes what runs a stage.
+        is_wanted: Whether there is to be one.
+
+    Attributes:
+        is_over: Whether nothing is left to compare.
     """
 
     def __init__(
@@ -159,6 +166,7 @@ class FirstStep:
         device: torch.device,
         context: Callable[[], Any],
         runner: RunnerOf,
+        is_wanted: bool,
     ) -> None:
         self._module, self._mesh, self._device = module, mesh, device
         self._context = context
@@ -166,46 +174,48 @@ class FirstStep:
         self._outcomes: list[Outcome] = []
         self._losses: list[Tensor] = []
         self._accumulated, self._scale = 1, 1.0
-        self.is_over = False
+        self.is_over = not is_wanted
 
     def skip(self, reason: str) -> None:
         """Gives the comparison up; all ranks do so together."""
-        self.is_over, self._outcomes = True, []
+        self.is_over, self._outcomes, self._losses = True, [], []
         self._say(f"is not compared with an unpipelined one: {reason}.")
 
-    def run(
-        self,
-        work: StepPass,
-        batch: Any,
-        holders: Mapping[str, frozenset[int]],
-        writes: bool,
-    ) -> None:
+    def run(self, work: StepPass, batch: Any, placed: PlacedModule) -> None:
         """Runs the step of one batch as without the pipeline; all ranks call it.
 
         Args:
             work: What the pipeline is about to run.
             batch: The whole batch.
-            holders: Stages that hold each tensor, by canonical name.
-            writes: Whether the step writes to buffers.
+            placed: Where the weights are.
         """
         self._accumulated, self._scale = work.accumulated, float(work.scale)
+        if placed.began_without_weights:
+            self.skip("the module was built without memory for its weights")
+            return
         if self._mesh.sizes.data > 1 and meets_replicas(self._module):
             self.skip(_REPLICAS)
             return
+        assert placed.placement is not None
         copies = self._together(lambda: room(self._module, self._device))
         if copies is None:
             return
-        fetch(self._module, copies, holders, self._mesh)
-        manner = Manner.MICROBATCHES if writes or normalises_batches(self._module) else Manner.WHOLE
-        if self._outcomes:
-            manner = self._outcomes[0].manner
+        fetch(self._module, copies, placed.placement.holders, self._mesh)
+        manner = self._outcomes[0].manner if self._outcomes else self._manner(work, placed)
         outcome = self._together(partial(self._run, work, batch, copies, manner))
         if outcome is not None:
             self._outcomes.append(outcome)
 
+    def _manner(self, work: StepPass, placed: PlacedModule) -> Manner:
+        plans = {id(m.plan): m.plan for m in work.microbatches}.values()
+        writes = placed.writes or any(call.writes for plan in plans for call in plan.calls)
+        alone = writes or normalises_batches(self._module)
+        return Manner.MICROBATCHES if alone else Manner.WHOLE
+
     def note(self, loss: Tensor) -> None:
         """Notes the pipeline's loss of a batch."""
-        self._losses.append(loss)
+        if not self.is_over:
+            self._losses.append(loss)
 
     def _together(self, work: Callable[[], Any]) -> Any:
         """What ``work`` gives; ``None``, with the comparison given up, if it fails on a rank."""

@@ -96,9 +96,8 @@ class Pipeline:
         self._repeated: list[tuple[object, str, Any]] | None = None
         self._trained = False
         self.norms: Norms | None = None
-        train = contexts["training_step"]
-        first = FirstStep(module, mesh, device, train, partial(self._runner, "training_step"))
-        self._first = first if options.validates else None
+        args = contexts["training_step"], partial(self._runner, "training_step")
+        self._first = FirstStep(module, mesh, device, *args, options.validates)
 
     @property
     def module(self) -> LightningModule:
@@ -267,9 +266,9 @@ class Pipeline:
             same.require()  # which explains more
             raise
         work.same = same
-        if trains and self._first is not None:
+        if trains and not self._first.is_over:
             same.require()
-            self._run_unpipelined(work, args[0])
+            self._first.run(work, args[0], self._placed)
         self._computed.inside_step = True
         try:
             blocks = self._blocks() if trains else []
@@ -296,8 +295,7 @@ class Pipeline:
         loss, weight, more = self._exchange(recorder, work.loss(), weight, more)
         if trains:
             self.held.reducer.weigh(weight)
-            if self._first is not None:
-                self._first.note(loss)
+            self._first.note(loss)
         work.check_fingerprints()
         output, appended, assigned = more or (None, {}, {})
         for path, entries in appended.items():
@@ -306,26 +304,12 @@ class Pipeline:
             setattr(self._module, name, value)
         return loss, output
 
-    def _run_unpipelined(self, work: StepPass, batch: Any) -> None:
-        """Runs a batch of the first optimizer step as without the pipeline."""
-        assert self._first is not None
-        if self._placed.began_without_weights:
-            self._first.skip("the module was built without memory for its weights")
-        else:
-            calls = {id(call): call for m in work.microbatches for call in m.plan.calls}.values()
-            writes = self._placed.writes or any(call.writes for call in calls)
-            self._first.run(work, batch, self.holders, writes)
-        if self._first.is_over:
-            self._first = None
-
     def complete(self) -> None:
         """Completes the gradients after a backward, and compares those of the first step."""
         is_last = self.held.reducer.armed
         self.held.reducer.complete()
-        if is_last and self._first is not None:
+        if is_last:
             self._first.compare(self.held)
-            if self._first.is_over:
-                self._first = None
 
     def _prepare(
         self,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy, comparing, unpipelined
 from lightning_pipeline.schedules import SCHEDULES
@@ -309,6 +309,18 @@ def test_a_module_without_weights_is_not_compared():
     script = Told(Built, lambda: vectors(32), trainer=trainer)
     first, _ = script.pipelined(2, validate="first_step")
     assert "the module was built without memory for its weights" in first.extra[0][0]
+
+
+def test_each_fit_of_a_module_that_stays_spread_is_compared():
+    def again(trainer, module):
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(module, DataLoader(vectors(64)[0], 16))
+
+    flags = {"max_steps": 2, "limit_val_batches": 0}
+    script = Told(Perceptron, lambda: vectors(64), trainer=flags, after=again)
+    first, _ = script.pipelined(2, gather_after_run=False, validate="first_step")
+    lines, warned, _ = first.extra
+    assert [LINE.match(line)["dtype"] for line in lines] == ["float64"] * 2 and not warned
 
 
 def test_another_word_is_refused():

@@ -250,23 +250,28 @@ class FirstStep:
             for name, stage, parameter, reference in pairs
             if name not in left_out
         ]
-        sizes = [size for *_, size, _ in measured]
-        overflows = any(overflow for *_, overflow in measured)
-        largest, overflowed = self._largest([max(sizes, default=0.0), float(overflows)])
+        largest, *lost = self._largest(
+            [
+                max((m.size for m in measured), default=0.0),
+                float(any(m.overflows for m in measured)),
+                float(any(m.reference_overflows for m in measured)),
+            ]
+        )
         noise = _NOISE * rounding.expected * largest
         found = [
-            Difference(name, stage, absolute, size, absolute / ((size + noise) or 1.0))
-            for name, stage, absolute, size, _ in measured
+            Difference(m.name, m.stage, m.absolute, m.size, m.absolute / ((m.size + noise) or 1.0))
+            for m in measured
         ]
         worst = max(found, key=lambda difference: difference.excess, default=None)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, _Told(worst, self._mean_losses(), left_out))
         manner = self._outcomes[0].manner
         self._outcomes, self._losses = [], []
-        if overflowed and self._scale != 1.0:
+        if any(lost) and self._scale != 1.0:
+            where = "with and without the pipeline" if all(lost) else "without the pipeline"
+            where = where if lost[1] else "in the pipeline"
             self._say(
-                f"overflows at a loss scale of {self._scale:g}, with and without the pipeline: "
-                "the next one is compared."
+                f"overflows {where} at a loss scale of {self._scale:g}: the next one is compared."
             )
             return
         self.is_over = True
@@ -353,20 +358,39 @@ class FirstStep:
             print(f"The first training step {text}", flush=True)
 
 
+class _Measured(NamedTuple):
+    """How far a gradient is from its reference, both without the loss scale.
+
+    Attributes:
+        name: Name of the parameter.
+        stage: A stage that holds it.
+        absolute: Largest difference of an entry.
+        size: Largest entry of the reference.
+        overflows: Whether an entry is infinite or no number.
+        reference_overflows: Whether one of the reference is.
+    """
+
+    name: str
+    stage: int
+    absolute: float
+    size: float
+    overflows: bool
+    reference_overflows: bool
+
+
 def _measure(
     name: str, stage: int, gradient: Tensor | None, reference: Tensor, scale: float
-) -> tuple[str, int, float, float, bool]:
-    """Name, stage, largest difference, largest entry of the reference; whether both overflow."""
+) -> _Measured:
     if not reference.numel():
-        return name, stage, 0.0, 0.0, False
+        return _Measured(name, stage, 0.0, 0.0, False, False)
     found = torch.zeros_like(reference)
     if gradient is not None:
         found = gradient.detach().to_dense().to("cpu", reference.dtype)
-    both = ~found.isfinite() & ~reference.isfinite()
-    apart = (found - reference).abs().masked_fill(both | (found == reference), 0.0)
-    apart = apart.nan_to_num(math.inf, math.inf)
-    size = reference.abs().masked_fill(~reference.isfinite(), 0.0)
-    return name, stage, float(apart.max()) / scale, float(size.max()) / scale, bool(both.any())
+    lost, lost_too = ~found.isfinite(), ~reference.isfinite()
+    apart = (found - reference).abs().masked_fill(lost & lost_too, 0.0)
+    absolute = float(apart.nan_to_num(math.inf, math.inf).max()) / scale
+    size = float(reference.abs().masked_fill(lost_too, 0.0).max()) / scale
+    return _Measured(name, stage, absolute, size, bool(lost.any()), bool(lost_too.any()))
 
 
 def _apart(own: float, reference: float) -> float:

@@ -7,9 +7,7 @@ the pipeline's own are complete the two are compared, and rank 0 tells the large
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pipeline.batchnorm import meets_replicas, normalises_batches
+from lightning_pipeline.differences import Difference, Rounding, apart, measure, rounding_of
 from lightning_pipeline.mesh import Mesh, control_device
 from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import Held, PlacedModule
@@ -35,7 +34,6 @@ from lightning_pipeline.unpipelined import (
 )
 from lightning_pipeline.wording import plural
 
-_NOISE = 4.0  # a gradient that is zero but for rounding, in roundings of the largest one
 _REPLICAS = (
     "the step or a synchronised BatchNorm meets the other replicas, which an unpipelined run on "
     "one rank cannot. Set data_parallel_size=1 to compare"
@@ -59,75 +57,6 @@ _LOOK = {
         "for state that a forward changes and reads again, and for hooks that change gradients"
     ),
 }
-
-
-class Rounding(NamedTuple):
-    """How exactly a step computes.
-
-    Attributes:
-        name: Its coarsest floating-point type.
-        eps: Distance from 1 to the next number of it.
-    """
-
-    name: str
-    eps: float
-
-    @property
-    def expected(self) -> float:
-        """Relative differences that its rounding may make: half of its digits are lost."""
-        return math.sqrt(self.eps)
-
-
-def rounding_of(module: nn.Module, device: torch.device, context: Callable[[], Any]) -> Rounding:
-    """The coarsest type that a step computes in.
-
-    Args:
-        module: The LightningModule.
-        device: The rank's device.
-        context: The precision plugin's context of the step.
-    """
-    kinds = {p.dtype for p in module.parameters() if p.is_floating_point() or p.is_complex()}
-    kinds = kinds or {torch.get_default_dtype()}
-    with context():
-        if torch.is_autocast_enabled(device.type):
-            kinds.add(torch.get_autocast_dtype(device.type))
-    found = [Rounding(str(kind).removeprefix("torch."), torch.finfo(kind).eps) for kind in kinds]
-    if device.type == "cuda" and torch.float32 in kinds and _takes_tf32(module):
-        found.append(Rounding("float32 in TF32 operations", 2.0**-10))
-    return max(found, key=lambda rounding: rounding.eps)
-
-
-def _takes_tf32(module: nn.Module) -> bool:
-    convolves = any(isinstance(child, nn.modules.conv._ConvNd) for child in module.modules())
-    cudnn = convolves and torch.backends.cudnn.allow_tf32
-    return cudnn or torch.get_float32_matmul_precision() != "highest"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest difference of a gradient on one rank.
-
-    Attributes:
-        name: Name of the parameter.
-        stage: A stage that holds it.
-        absolute: Largest difference of an entry.
-        size: Largest entry of the reference.
-        excess: The difference, relative to that entry and to the rounding of the largest gradient
-            of the model.
-    """
-
-    name: str
-    stage: int
-    absolute: float
-    size: float
-    excess: float
-
-    @property
-    def relative(self) -> float:
-        """The difference relative to the largest entry of the reference."""
-        if not self.size:
-            return math.inf if self.absolute else 0.0
-        return self.absolute / self.size
 
 
 class _Told(NamedTuple):
@@ -243,26 +172,16 @@ class FirstStep:
         if not self._outcomes:
             return
         rounding = rounding_of(self._module, self._device, self._context)
-        pairs = list(self._pairs(held))
-        left_out = [name for name, _, parameter, _ in pairs if has_gradient_hooks(parameter)]
-        measured = [
-            _measure(name, stage, parameter.grad, reference, self._scale)
-            for name, stage, parameter, reference in pairs
-            if name not in left_out
-        ]
+        found, left_out = self._differences(held)
         largest, *lost = self._largest(
             [
-                max((m.size for m in measured), default=0.0),
-                float(any(m.overflows for m in measured)),
-                float(any(m.reference_overflows for m in measured)),
+                max((d.size for d in found), default=0.0),
+                float(any(d.overflows for d in found)),
+                float(any(d.reference_overflows for d in found)),
             ]
         )
-        noise = _NOISE * rounding.expected * largest
-        found = [
-            Difference(m.name, m.stage, m.absolute, m.size, m.absolute / ((m.size + noise) or 1.0))
-            for m in measured
-        ]
-        worst = max(found, key=lambda difference: difference.excess, default=None)
+        noise = rounding.noise(largest)
+        worst = max(found, key=lambda difference: difference.beyond(noise), default=None)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, _Told(worst, self._mean_losses(), left_out))
         manner = self._outcomes[0].manner
@@ -276,7 +195,17 @@ class FirstStep:
             return
         self.is_over = True
         if self._mesh.global_rank == 0:
-            self._tell(told, manner, rounding)
+            self._tell(told, manner, rounding, noise)
+
+    def _differences(self, held: Held) -> tuple[list[Difference], list[str]]:
+        """Those of this rank's gradients, and the names of parameters that are left out."""
+        found, left_out = [], []
+        for name, stage, parameter, reference in self._pairs(held):
+            if has_gradient_hooks(parameter):
+                left_out.append(name)
+            else:
+                found.append(measure(name, stage, parameter.grad, reference, self._scale))
+        return found, left_out
 
     def _pairs(self, held: Held) -> Iterator[tuple[str, int, nn.Parameter, Tensor]]:
         """Name, stage and reference of every parameter that this rank holds.
@@ -323,10 +252,10 @@ class FirstStep:
 
         return mean(map(float, self._losses)), mean(o.loss for o in self._outcomes)
 
-    def _tell(self, told: list[_Told], manner: Manner, rounding: Rounding) -> None:
+    def _tell(self, told: list[_Told], manner: Manner, rounding: Rounding, noise: float) -> None:
         found = [rank.worst for rank in told if rank.worst is not None]
-        worst = max(found, key=lambda difference: difference.excess, default=None)
-        own, reference = max((rank.losses for rank in told), key=lambda pair: _apart(*pair))
+        worst = max(found, key=lambda difference: difference.beyond(noise), default=None)
+        own, reference = max((rank.losses for rank in told), key=lambda pair: apart(*pair))
         text = f"loss {own:.9g} and {reference:.9g}"
         if worst is not None:
             text += (
@@ -344,8 +273,8 @@ class FirstStep:
         batch = plural(self._accumulated, "batch", "es")
         over = f" of {batch} each" if self._accumulated > 1 else ""
         self._say(f"beside an unpipelined one on {manner.value}{over}: {text}.")
-        gradient = worst is not None and not worst.excess <= rounding.expected
-        if gradient or not _apart(own, reference) <= rounding.expected:
+        gradient = worst is not None and worst.beyond(noise) > rounding.expected
+        if gradient or not apart(own, reference) <= rounding.expected:
             what = "loss" if worst is None or not gradient else f"gradient of {worst.name}"
             where = f" (stage {worst.stage})" if worst is not None and gradient else ""
             rank_zero_warn(
@@ -356,49 +285,6 @@ class FirstStep:
     def _say(self, text: str) -> None:
         if self._mesh.global_rank == 0:
             print(f"The first training step {text}", flush=True)
-
-
-class _Measured(NamedTuple):
-    """How far a gradient is from its reference, both without the loss scale.
-
-    Attributes:
-        name: Name of the parameter.
-        stage: A stage that holds it.
-        absolute: Largest difference of an entry.
-        size: Largest entry of the reference.
-        overflows: Whether an entry is infinite or no number.
-        reference_overflows: Whether one of the reference is.
-    """
-
-    name: str
-    stage: int
-    absolute: float
-    size: float
-    overflows: bool
-    reference_overflows: bool
-
-
-def _measure(
-    name: str, stage: int, gradient: Tensor | None, reference: Tensor, scale: float
-) -> _Measured:
-    if not reference.numel():
-        return _Measured(name, stage, 0.0, 0.0, False, False)
-    found = torch.zeros_like(reference)
-    if gradient is not None:
-        found = gradient.detach().to_dense().to("cpu", reference.dtype)
-    lost, lost_too = ~found.isfinite(), ~reference.isfinite()
-    apart = (found - reference).abs().masked_fill(lost & lost_too, 0.0)
-    absolute = float(apart.nan_to_num(math.inf, math.inf).max()) / scale
-    size = float(reference.abs().masked_fill(lost_too, 0.0).max()) / scale
-    return _Measured(name, stage, absolute, size, bool(lost.any()), bool(lost_too.any()))
-
-
-def _apart(own: float, reference: float) -> float:
-    """Relative distance of two losses; 0 for two that are both no number."""
-    if own == reference or (math.isnan(own) and math.isnan(reference)):
-        return 0.0
-    distance = abs(own - reference) / max(abs(own), abs(reference))
-    return math.inf if math.isnan(distance) else distance
 
 
 def _reason(rank: int, error: Exception) -> str:

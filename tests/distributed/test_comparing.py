@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy, comparing, unpipelined
+from lightning_pipeline.gradients import GradientReducer
 from lightning_pipeline.schedules import SCHEDULES
 from tests.distributed.fits import Run, Script
 from tests.distributed.test_exactness import images, tokens, vectors
@@ -241,6 +242,19 @@ def test_a_step_that_mixes_rows_is_warned_of(model, dataset, dtype):
     assert float(found["relative"]) > 0.01
     assert f"the gradient of {found['name']} (stage {found['stage']}) differs far" in warning
     assert "mixes the rows of a batch: a contrastive loss" in warning
+
+
+@pytest.mark.parametrize("model", ["plain", "weighted", "norms", "random"])
+def test_gradients_that_the_pipeline_gets_wrong_are_warned_of(model):
+    def divisor(reducer):
+        return 1.0  # for the mean over two replicas
+
+    with mock.patch.object(GradientReducer, "_divisor", divisor):
+        run, *_ = script(model, "once", 2).pipelined(2, 2, validate="first_step")
+    [warning] = run.extra[1]
+    assert float(told(run)["relative"]) > 0.5 and "differs far beyond the rounding" in warning
+    assert ("mixes the rows" in warning) == (MODELS[model][2] == WHOLE)
+    assert ("Both saw the same microbatches" in warning) == (MODELS[model][2] != WHOLE)
 
 
 def no_memory_on(rank):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _NOISE = 4.0  # a gradient that is zero but for rounding, in roundings of the largest one
 
 
@@ -55,7 +56,8 @@ def rounding_of(module: nn.Module, device: torch.device, context: Callable[[], A
 
 
 def _takes_tf32(module: nn.Module) -> bool:
-    convolves = any(isinstance(child, nn.modules.conv._ConvNd) for child in module.modules())
+    kinds = nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED
+    convolves = any(isinstance(child, kinds) for child in module.modules())
     cudnn = convolves and torch.backends.cudnn.allow_tf32
     return cudnn or torch.get_float32_matmul_precision() != "highest"
 

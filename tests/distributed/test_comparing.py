@@ -164,7 +164,7 @@ def test_a_step_that_overflows_is_told_and_the_next_one_compared():
     def plugins():
         return [half(2.0**20)]
 
-    flags = {"max_steps": 8, "limit_val_batches": 0, "plugins": plugins()}
+    flags = {"max_steps": 24, "limit_val_batches": 0, "plugins": plugins()}
     script = Told(TooLarge, lambda: single(128), trainer=flags, dtype=torch.float32)
     first, _ = script.pipelined(2, validate="first_step")
     *overflows, line = first.extra[0]

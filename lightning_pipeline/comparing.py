@@ -187,11 +187,12 @@ class FirstStep:
         manner = self._outcomes[0].manner
         self._outcomes, self._losses = [], []
         if any(lost) and self._scale != 1.0:
-            where = "with and without the pipeline" if all(lost) else "without the pipeline"
-            where = where if lost[1] else "in the pipeline"
-            self._say(
-                f"overflows {where} at a loss scale of {self._scale:g}: the next one is compared."
-            )
+            where = "with and without the pipeline" if all(lost) else "without the pipeline alone"
+            where = where if lost[1] else "in the pipeline alone"
+            # The scale only becomes smaller if the pipeline's own gradients overflow.
+            self.is_over = not lost[0]
+            then = "nothing is compared" if self.is_over else "the next one is compared"
+            self._say(f"overflows {where} at a loss scale of {self._scale:g}: {then}.")
             return
         self.is_over = True
         if self._mesh.global_rank == 0:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
 from lightning_pipeline.errors import PipelineError, SplitError
-from lightning_pipeline.launching import ProcessLauncher, ScriptLauncher, hear_sigterm
+from lightning_pipeline.launching import ProcessLauncher, Requeue, ScriptLauncher, hear_signals
 from lightning_pipeline.lightning_private import keeps_link_to_last
 from lightning_pipeline.lines import Word
 from lightning_pipeline.mesh import control_device
@@ -68,6 +68,7 @@ class FailingStrategy(AxesStrategy):
     _watch: Watch | None = None
     _lost: BaseException | None = None
     _asked = False
+    _requeue = Requeue()
     plan: Plan | None = None
 
     @override
@@ -85,6 +86,7 @@ class FailingStrategy(AxesStrategy):
         self._failed = self._reported = self._asked = False
         self._lost = None
         self._num_votes = 0
+        self._requeue = Requeue()
         assert self.cluster_environment is not None
         names = [self.cluster_environment.main_address, socket.gethostname()]
         self._watch = watch = connect(names)
@@ -94,7 +96,8 @@ class FailingStrategy(AxesStrategy):
                 watch.on_failure, watch.last_resort = launcher.stop_observer, launcher.end_children
             watch.moves, watch.on_sigterm = self._moves, self._note_sigterm
             if self.lightning_module is not None:
-                hear_sigterm(self.lightning_module.trainer, self._note_sigterm)
+                trainer = self.lightning_module.trainer
+                hear_signals(trainer, self._note_sigterm, self._requeue)
             watch.begin(FailingStrategy._num_runs)
 
     def _moves(self) -> int:
@@ -110,12 +113,25 @@ class FailingStrategy(AxesStrategy):
         self._asked = True
 
     def must_stop(self) -> bool:
-        """Whether all ranks stop before the next batch: rank 0 decides."""
+        """Whether all ranks stop before the next batch: rank 0 decides.
+
+        Also whether they save first what a job of SLURM goes on from.
+        """
         assert self.lightning_module is not None
         asked = self._asked or self.lightning_module.trainer.received_sigterm
-        word = torch.full((), int(asked), device=control_device(None, self.root_device))
-        dist.broadcast(word, 0)
-        return bool(word)
+        words = [int(asked), self._requeue.number]
+        told = torch.tensor(words, device=control_device(None, self.root_device))
+        dist.broadcast(told, 0)
+        stops, signal = told.tolist()
+        if signal:
+            self._requeue.answer(signal)
+        return bool(stops)
+
+    def least(self, number: int) -> int:
+        """The smallest number that a rank gives; all of them call it."""
+        word = torch.full((), number, device=control_device(None, self.root_device))
+        dist.all_reduce(word, dist.ReduceOp.MIN)
+        return int(word)
 
     @property
     def _position(self) -> Position | None:

@@ -19,6 +19,7 @@ from lightning_pipeline.lightning_private import (
     SubprocessScriptLauncher,
     TunerExitException,
     forget_children,
+    replace_requeue_handler,
     replace_sigterm_notifier,
 )
 
@@ -106,10 +107,37 @@ class ProcessLauncher(MultiProcessingLauncher):
         return super().launch(Telling(function, strategy), *args, trainer=trainer, **kwargs)
 
 
-def hear_sigterm(trainer: pl.Trainer, handler: Callable[..., None]) -> None:
-    """Lets ``handler`` take SIGTERM from now on; before the Trainer registers its own.
+class Requeue:
+    """A signal of SLURM that is answered before the next batch, by all ranks together.
 
-    Lightning's broadcasts inside of the handler, which does not return while other ranks are in a
-    step, and tells no other rank than its children.
+    Attributes:
+        number: The signal that has come; 0: none.
+        save: Lightning's handler: saves a checkpoint and asks SLURM to begin the job anew.
     """
-    replace_sigterm_notifier(trainer, handler)
+
+    number = 0
+    save: Callable[..., None]
+
+    def note(self, number: int, *args: Any) -> None:
+        """Takes note of the signal."""
+        self.number = number
+
+    def answer(self, number: int) -> None:
+        """Answers a signal that has come to rank 0."""
+        self.number = 0
+        self.save(number, None)
+
+
+def hear_signals(trainer: pl.Trainer, sigterm: Callable[..., None], requeue: Requeue) -> None:
+    """Lets others take SIGTERM and SLURM's signal; before the Trainer registers its own handlers.
+
+    Lightning's talk to other ranks inside of the handler, which does not return while those are in
+    a step. That of SIGTERM tells no other rank than its children.
+
+    Args:
+        trainer: The Trainer.
+        sigterm: Takes SIGTERM from now on.
+        requeue: Takes the signal that comes before the end of a job of SLURM.
+    """
+    replace_sigterm_notifier(trainer, sigterm)
+    requeue.save = replace_requeue_handler(trainer, requeue.note)

@@ -7,11 +7,13 @@ for each; ``IN_PLACE`` are those that other files read where they stand, in ever
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import (
@@ -28,6 +30,7 @@ __all__ = [
     "NAMES",
     "TRAINER",
     "MultiProcessingLauncher",
+    "PrefetchDataFetcher",
     "SubprocessScriptLauncher",
     "TunerExitException",
     "WrappingCheckpointIO",
@@ -38,6 +41,7 @@ __all__ = [
     "deals_out_data",
     "fit_data",
     "forget_children",
+    "handle_fetcher",
     "in_thread_of",
     "is_compiled",
     "keeps_link_to_last",
@@ -47,6 +51,7 @@ __all__ = [
     "replace_check_for_sigterm",
     "replace_check_for_validation",
     "replace_link",
+    "replace_requeue_handler",
     "replace_sigterm_notifier",
     "replace_transfer",
     "set_averaging_device",
@@ -88,9 +93,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("_signal_connector", "_val_check_time_interval"),
     ),
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": (
-        "_sigterm_notifier_fn",
+        *("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     ),
-    "lightning.pytorch.loops._FitLoop": ("_combined_loader", "_data_source"),
+    "lightning.pytorch.loops._FitLoop": ("_combined_loader", "_data_fetcher", "_data_source"),
+    "lightning.pytorch.loops.fetchers": ("_PrefetchDataFetcher",),
     "lightning.pytorch.loops._TrainingEpochLoop": (
         *IN_PLACE["lightning.pytorch.loops._TrainingEpochLoop"],
         *("_broadcast_sigterm_tensor", "_should_check_val_fx"),
@@ -109,6 +115,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 MultiProcessingLauncher = _MultiProcessingLauncher
 SubprocessScriptLauncher = _SubprocessScriptLauncher
+PrefetchDataFetcher = _PrefetchDataFetcher
 TunerExitException = _TunerExitException
 WrappingCheckpointIO = _WrappingCheckpointIO
 optimizers_to_device = _optimizers_to_device
@@ -243,6 +250,26 @@ def forget_children(thread: Any) -> None:
 def replace_sigterm_notifier(trainer: Trainer, handler: Callable[..., None]) -> None:
     """Lets ``handler`` take SIGTERM, before the Trainer registers its own."""
     trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = handler
+
+
+def replace_requeue_handler(
+    trainer: Trainer, handler: Callable[..., None]
+) -> Callable[..., None]:
+    """Lets ``handler`` take SLURM's signal, before the Trainer registers its own; returns that."""
+    connector = trainer._signal_connector
+    connector.__dict__["_slurm_sigusr_handler_fn"] = handler
+    return partial(type(connector)._slurm_sigusr_handler_fn, connector)
+
+
+def handle_fetcher(trainer: Trainer, handle: Callable[[Any], None]) -> None:
+    """Gives ``handle`` what fetches training batches, each time that loaders may be new."""
+    loop = trainer.fit_loop
+
+    def setup_data() -> None:
+        type(loop).setup_data(loop)
+        handle(loop._data_fetcher)
+
+    loop.__dict__["setup_data"] = setup_data
 
 
 def replace_link(callback: Callback, link: Callable[..., None] | None) -> None:

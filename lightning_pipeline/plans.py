@@ -134,7 +134,10 @@ class Plans:
         if not is_new and last == self._num_looks:
             return  # another microbatch of the same batch
         count = count + 1 if is_new else 0
+        self._in_a_row.pop(key, None)
         self._in_a_row[key] = count, self._num_looks
+        if len(self._in_a_row) > _CACHED:
+            del self._in_a_row[next(iter(self._in_a_row))]  # the one seen longest ago
         if count < PLANS_IN_A_ROW or self._told or self._changed is None:
             return
         self._told = True

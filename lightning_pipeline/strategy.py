@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_pipeline.averaging import Averages
 from lightning_pipeline.batchnorm import Norms
 from lightning_pipeline.building import BuildingStrategy
+from lightning_pipeline.epochs import end_together
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import sees_each_backward, sees_old_gradients, without_compilation
 from lightning_pipeline.launching import ScriptLauncher
@@ -208,6 +209,7 @@ class PipelineStrategy(BuildingStrategy):
         self._end_examples = keep_examples_with_weights(module)
         count_replicas(trainer.callbacks, self.mesh.sizes)  # type: ignore[attr-defined]
         decide_together(trainer)
+        end_together(trainer)
         self._pipeline = self._make_pipeline(module, kept)
         if fitting:
             everything = self._layer_sync is not None and self.mesh.sizes.data > 1

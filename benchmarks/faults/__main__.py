@@ -184,9 +184,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, name: str = "faults") -> None:
     """Puts a table between the markers of a page."""
-    begin, end = "<!-- faults begin -->\n", "<!-- faults end -->"
+    begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
     page = path.read_text()
     head, tail = page[: page.index(begin) + len(begin)], page[page.index(end) :]
     path.write_text(f"{head}{text}\n{tail}")

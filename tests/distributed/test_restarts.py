@@ -24,10 +24,9 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipeline import PipelineStrategy
-from tests.distributed.fits import rows
-from tests.models.modules import Perceptron
+from tests.distributed.test_exactness import vectors
+from tests.distributed.test_resume import BATCH, Drops, Remembers
 
 folder, victim, checkpoint = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 STEPS, EVERY, AT = map(int, sys.argv[4:])
@@ -68,8 +67,8 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Perceptron()
-    data = DataLoader(TensorDataset(rows(64, 6), rows(64, 3, seed=9)), 4)
+    module = Drops(width=8, depth=3)
+    data = Remembers(vectors(5 * BATCH)[0])
     trainer.fit(module, data, ckpt_path=None if checkpoint == "None" else checkpoint)
     if trainer.is_global_zero:
         torch.save(module.state_dict(), folder / "end")

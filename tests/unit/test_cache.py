@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from lightning.pytorch import LightningModule
+
+from lightning_pipeline import plans as plans_module
 from lightning_pipeline.cache import Cache
+from lightning_pipeline.plans import Plans
 
 
 def test_the_longest_unused_is_forgotten():
@@ -37,3 +41,12 @@ def test_versions_of_a_key_hold_at_different_times():
     assert get() == 2 and made == [1, 2, 3]
     now = 1
     assert get() == 1 and made[-1] == 1
+
+
+def test_shapes_that_do_not_come_again_are_forgotten():
+    """Also how often they were planned anew, for a run whose shapes never repeat."""
+    plans = Plans(LightningModule())
+    for shape in range(3 * plans_module._CACHED):
+        plans.look()
+        plans.get("training_step", shape, object)
+    assert len(plans._in_a_row) == plans_module._CACHED

@@ -18,7 +18,7 @@ from tests.distributed.test_exactness import TOLERANCE, vectors
 from tests.distributed.test_precision import Overflows
 from tests.distributed.test_settings import Poisoned
 
-REPLICAS, SHORTEST = 2, 3
+REPLICAS, SHORTEST, MOST = 2, 3, 5
 
 
 def own_replica() -> int:
@@ -26,12 +26,10 @@ def own_replica() -> int:
     return int(os.environ["RANK"]) % REPLICAS
 
 
-def batches(lengths):
-    """As many batches of four rows as the own replica has; others on each replica."""
-    replica = own_replica()
-    count = lengths[replica]
-    data = [rows(4 * count, width, seed=replica + 2 * width) for width in (6, 3)]
-    return list(zip(*(part.split(4) for part in data), strict=True))
+def batches(count, replica=0):
+    """Batches of four rows, others on each replica; fewer are the first of more."""
+    data = [rows(4 * MOST, width, seed=replica + 2 * width) for width in (6, 3)]
+    return list(zip(*(part.split(4) for part in data), strict=True))[:count]
 
 
 class Stream(IterableDataset):
@@ -41,12 +39,14 @@ class Stream(IterableDataset):
         self.lengths = lengths
 
     def __iter__(self):
-        yield from batches(self.lengths)
+        replica = own_replica()
+        yield from batches(self.lengths[replica], replica)
 
 
 class Sized(Dataset):
     def __init__(self, lengths):
-        self.batches = batches(lengths)
+        replica = own_replica()
+        self.batches = batches(lengths[replica], replica)
 
     def __len__(self):
         return len(self.batches)
@@ -80,7 +80,7 @@ def fit(kind, lengths, **trainer):
         return {"train_dataloaders": loader, "val_dataloaders": validation}
 
     flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
-    script = feeds(data, **flags, callbacks=[Counts()], **trainer)
+    script = feeds(data, **{**flags, **trainer}, callbacks=[Counts()])
     script.after = counted
     return script
 
@@ -92,7 +92,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(SHORTEST, 5), (5, SHORTEST)], ids=str)
+@pytest.mark.parametrize("lengths", [(SHORTEST, MOST), (MOST, SHORTEST)], ids=str)
 @pytest.mark.parametrize("kind", [Stream, Sized])
 def test_an_epoch_ends_with_the_shortest_loader(kind, lengths):
     """As under DDP where all have as many batches as the shortest."""
@@ -115,8 +115,7 @@ class LongerOnRank(Stream):
     """Other lengths on the ranks of one pipeline, the same samples."""
 
     def __iter__(self):
-        count = SHORTEST + int(os.environ["RANK"])
-        yield from zip(rows(4 * count, 6).split(4), rows(4 * count, 3).split(4), strict=True)
+        yield from batches(SHORTEST + int(os.environ["RANK"]))
 
 
 def test_ranks_of_one_pipeline_end_together():

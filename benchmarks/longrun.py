@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.faults.__main__ import write
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.bench.ranks import run_ranks
+from lightning_pipeline.splitting.torch_private import default_store
 
 ROOT = Path(__file__).parents[1]
 WIDTH, ROWS, BATCHES, LENGTHS = 16, 16, 64, 40
@@ -142,7 +143,7 @@ def held(trainer: L.Trainer) -> dict[str, float]:
         "threads": len(os.listdir("/proc/self/task")),
         "recordings": sum(map(len, plans._cache._items.values())) + len(plans._in_a_row),
         "objects": len(gc.get_objects()),
-        "store": dist.distributed_c10d._get_default_store().num_keys(),
+        "store": default_store().num_keys(),
         "shared": Path("/proc/self/maps").read_text().count("/dev/shm"),
     }
 

@@ -252,9 +252,7 @@ def replace_sigterm_notifier(trainer: Trainer, handler: Callable[..., None]) -> 
     trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = handler
 
 
-def replace_requeue_handler(
-    trainer: Trainer, handler: Callable[..., None]
-) -> Callable[..., None]:
+def replace_requeue_handler(trainer: Trainer, handler: Callable[..., None]) -> Callable[..., None]:
     """Lets ``handler`` take SLURM's signal, before the Trainer registers its own; returns that."""
     connector = trainer._signal_connector
     connector.__dict__["_slurm_sigusr_handler_fn"] = handler

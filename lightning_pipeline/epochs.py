@@ -67,7 +67,7 @@ def end_together(trainer: Trainer) -> None:
         if type(fetcher) is not PrefetchDataFetcher:
             return  # there is none, or it is known
         fetcher.__class__ = _Together
-        fetcher.ranks = ranks
+        fetcher.ranks = ranks  # type: ignore[attr-defined]
         own = _length(fetcher)
         least = ranks.least(own)
         if _UNKNOWN < least < own:

@@ -51,11 +51,15 @@ def resolve_layout(
     require_count("devices", devices)
     if schedule.lower() == AUTO:
         if stages != "auto":
+            deeper = stages > devices and stages % devices == 0
+            name = "interleaved_1f1b" if deeper else "1f1b"
+            fits = deeper or (stages > 1 and devices % stages == 0)
             raise ValueError(
                 f"schedule=auto chooses the stages with the first batch, got stages={stages}. Set "
                 "stages=auto for one pipeline over all devices, "
                 "strategy.pipeline_parallel_size=RANKS strategy.data_parallel_size=auto for "
-                f"shorter ones, or name the schedule, e.g. schedule=1f1b stages={stages}."
+                "shorter ones, or name the schedule"
+                + (f", e.g. schedule={name} stages={stages}." if fits else ".")
             )
         return Layout(devices, 1, stages_per_rank)
     entry = get_schedule(schedule)
@@ -65,7 +69,8 @@ def resolve_layout(
             f"A pipeline needs at least 2 devices, got {devices}. The number comes from "
             f"devices={devices}. Set devices=2, or strategy=single to train on one device."
         )
-    total = devices * depth if stages == "auto" else stages
+    own = devices if entry.sizes is None else entry.sizes.ranks
+    total = own * depth if stages == "auto" else stages
     require_count("stages", total)
     if total % depth or total == depth or devices % (total // depth):
         raise ValueError(_refusal(entry, devices, total, depth))
@@ -86,7 +91,8 @@ def _refusal(schedule: Schedule, devices: int, stages: int, depth: int) -> str:
         rule = f"{plural(stages, 'stage')} {fill} one rank, and a pipeline needs at least 2"
     else:
         rule = f"{stages} stages fill {ranks} ranks, which do not divide {devices} devices"
-    cures = [f"stages={count}" for count in _nearest(_legal_stages(devices, depth), stages)]
+    legal = [] if schedule.sizes is not None else _legal_stages(devices, depth)
+    cures = [f"stages={count}" for count in _nearest(legal, stages)]
     if not rest and ranks > 1:
         fitting = [k * ranks for k in range(1, devices // ranks + 2)]
         cures += [f"devices={count}" for count in _nearest(fitting, devices)]

@@ -12,7 +12,7 @@ from lightning_pipeline.mesh import Mesh, MeshSizes
 from lightning_pipeline.names import common_prefix, condense_names
 from lightning_pipeline.schedules import Auto, Schedule
 from lightning_pipeline.simulate import StageTime, Timeline, simulate
-from lightning_pipeline.wording import plural
+from lightning_pipeline.wording import listed, plural
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -125,7 +125,7 @@ class Plan:
         for stage in self.stages:
             yield (
                 str(stage.index),
-                ", ".join(map(str, stage.rank)),
+                listed(stage.rank),
                 condense_names([name[begin:] for name in stage.modules]),
                 _metric(stage.parameters),
                 _metric(stage.bytes, "B"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+_MANY = 8  # numbers are listed one by one up to here
+
 
 def plural(count: int, noun: str, ending: str = "s") -> str:
     """A count with its noun.
@@ -54,3 +56,24 @@ def plain(value: float, digits: int) -> str:
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     decimals = digits - 1 - exponent
     return f"{round(value, decimals):,.{max(0, decimals)}f}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Rising numbers, and where there are many, runs of them by their ends.
+
+    Example:
+        >>> listed([2, 3]), listed(range(1000))
+        ('2, 3', '0-999')
+
+    Args:
+        numbers: The numbers.
+    """
+    if len(numbers) <= _MANY:
+        return ", ".join(map(str, numbers))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -20,10 +20,10 @@ from lightning_pipeline.batch import num_rows
 from lightning_pipeline.batchnorm import names_of_norms
 from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.lightning_private import attach_data, fit_data
-from lightning_pipeline.options import balance_of
+from lightning_pipeline.options import balance_of, recompute_of
 from lightning_pipeline.order_files import write_order
 from lightning_pipeline.planning.blueprint import Blueprint
-from lightning_pipeline.planning.candidates import RECOMPUTE, Bounds
+from lightning_pipeline.planning.candidates import RECOMPUTE, Bounds, Recompute
 from lightning_pipeline.planning.devices import (
     THIS_MACHINE,
     Device,
@@ -86,11 +86,14 @@ def run_plan(cfg: DictConfig, build: Build) -> None:
         ]
     plan = plan_of(best, blueprint.cut(best.candidate.num_stages), notes)
     if cfg.json:
-        print(json.dumps(as_data(outlook, plan, notes, cfg.trainer.num_nodes), indent=2))
+        print(json.dumps(as_data(outlook, plan, notes, _nodes(cfg, device)), indent=2))
         return
     print(plan)
     print(memory_table(best))
-    command = [*_given(), overrides_of(best, cfg.trainer.num_nodes)]
+    nodes = _nodes(cfg, device)
+    command = [*_given(), overrides_of(best, nodes)]
+    if nodes != cfg.trainer.num_nodes:
+        command.append(f"trainer.num_nodes={nodes}")
     print(f"\nlightning-pipeline train {' '.join(command)}\n")
     fitting = plural(outlook.num_fitting, "layout")
     fit = "fits" if outlook.num_fitting == 1 else "fit"
@@ -154,6 +157,7 @@ def _bounds(cfg: DictConfig) -> Bounds:
     named = cfg.schedule.name != "auto"
     _check_order(cfg.order, cfg.schedule.name)
     asked = cfg.activation_checkpointing
+    require_count("top", cfg.top)
     bounds = Bounds(
         devices,
         rows=1,
@@ -161,10 +165,29 @@ def _bounds(cfg: DictConfig) -> Bounds:
         stages=cfg.stages,
         stages_per_rank=cfg.schedule.stages_per_rank,
         microbatches=cfg.microbatches,
-        recompute=RECOMPUTE if asked == "auto" else [asked],
+        recompute=RECOMPUTE if asked == "auto" else [_recompute(asked)],
     )
     bounds.check()
     return bounds
+
+
+def _recompute(asked: Any) -> Recompute:
+    if not isinstance(asked, str):
+        raise ValueError(
+            f"A plan recomputes stages, got activation_checkpointing={asked}. Set none, full, "
+            "except_last or auto."
+        )
+    chosen = recompute_of(asked)  # type: ignore[arg-type]
+    assert isinstance(chosen, str)
+    return chosen
+
+
+def _nodes(cfg: DictConfig, device: Device) -> int:
+    """Nodes for the devices: as many as it takes where the configuration has one."""
+    nodes: int = cfg.trainer.num_nodes
+    if nodes == 1 and cfg.devices % device.devices_per_node == 0:
+        return max(1, cfg.devices // device.devices_per_node)
+    return nodes
 
 
 def _check_order(order: str | None, schedule: str) -> None:

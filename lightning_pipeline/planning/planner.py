@@ -100,7 +100,8 @@ class Planner:
         if not outlook.too_large:
             by_reason = {d.why: f"{d.what}: {d.why}" for d in reversed(outlook.dropped)}
             reasons = "; ".join(reversed(by_reason.values()))
-            return f"A layout must be legal for the model and the batch, but none is. {reasons}."
+            text = f"A layout must be legal for the model and the batch, but none is. {reasons}."
+            return text + self._legal_counts(bounds)
         smallest = outlook.too_large[0]
         ways = list(self._ways(bounds, smallest))
         return (
@@ -108,6 +109,16 @@ class Planner:
             f"smallest way, {describe(smallest.candidate)}, needs {gigabytes(smallest.peak)}. "
             f"It needs {', or '.join(ways)}."
         )
+
+    def _legal_counts(self, bounds: Bounds) -> str:
+        """The nearest legal number of microbatches as a cure, where it is that which fails."""
+        asked = bounds.microbatches
+        if asked == "auto":
+            return ""
+        open_to_all = candidates(replace(bounds, microbatches="auto"), self._blueprint.num_pieces)
+        legal = {c.microbatches for c in open_to_all if isinstance(c, Candidate)}
+        near = sorted(legal, key=lambda count: abs(count - asked))[:2]
+        return f" Set {' or '.join(f'microbatches={n}' for n in sorted(near))}." if near else ""
 
     def _ways(self, bounds: Bounds, smallest: Prediction) -> Iterator[str]:
         """Changes after which something fits, one of each kind."""

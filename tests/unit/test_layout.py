@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightning_pipeline.layout import Layout, resolve_layout
@@ -69,3 +71,23 @@ def test_every_cure_works(devices: int, stages: int, schedule: str) -> None:
         arguments = {"devices": devices, "stages": stages, "schedule": schedule}
         arguments[name.removeprefix("schedule.")] = int(value)
         resolve_layout(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_file_has_its_own_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    assert resolve_layout(4, "auto", str(path)) == Layout(2, 2, 1)
+    with pytest.raises(ValueError, match=r"do not divide 3 devices.*Set devices=2 or devices=4\."):
+        resolve_layout(3, "auto", str(path))
+
+
+@pytest.mark.parametrize(
+    ("stages", "example"),
+    [(4, "schedule=interleaved_1f1b stages=4"), (2, "schedule=1f1b stages=2"), (3, None)],
+)
+def test_an_open_schedule_names_one_that_fits(stages: int, example: str | None) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve_layout(2, stages, "auto")
+    assert str(error.value).endswith(f"e.g. {example}." if example else "or name the schedule.")
+    if example is not None:
+        resolve_layout(2, stages, example.split()[0].partition("=")[2])

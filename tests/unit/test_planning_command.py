@@ -110,6 +110,10 @@ def test_a_file_is_planned_with_its_own_microbatches(
         (["devices=1"], "A pipeline needs at least 2 devices, got 1"),
         (["stages=7"], "got 7. The number comes from stages=7. Set stages=4 or stages=8"),
         (["memory=2.001GB"], "needs devices of 2.0"),
+        (["activation_checkpointing=ful"], "got 'ful'"),
+        (["activation_checkpointing=[torch.nn.Linear]"], "A plan recomputes stages, got"),
+        (["microbatches=17"], "the batch has 16. Set microbatches=8 or microbatches=16"),
+        (["top=0"], "top must be an integer of at least 1, got 0"),
         (["strategy.balance_by=time"], "on this machine, got device=h100"),
         (["order=mine.txt"], "got order=mine.txt with schedule=auto. Set order=order.csv"),
         (["order=mine.csv", "schedule=gpipe"], "with schedule=GPipe. Set order=order.csv"),
@@ -255,3 +259,13 @@ def test_times_of_this_machine_are_measured(
     code, out, _ = run(capsys, monkeypatch, tmp_path, *words, "strategy.balance_by=time")
     assert code == 0 and len(asked) == 2
     assert "strategy.balance_by=time" in out
+
+
+def test_more_devices_than_a_node_has_are_put_on_nodes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["devices=16", "schedule=gpipe", "stages=2"]
+    code, out, _ = run(capsys, monkeypatch, tmp_path, *SMALL[:2], *words)
+    assert code == 0
+    [line] = [line for line in out.splitlines() if line.startswith("lightning-pipeline train ")]
+    assert {"devices=8", "trainer.num_nodes=2"} <= set(line.split())

@@ -177,4 +177,4 @@ def _content(format: str, steps: Steps) -> str | bytes:
 
 def _columns() -> int:
     """Columns of the terminal, or enough for a small step where there is none."""
-    return shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    return shutil.get_terminal_size((200, 24)).columns if sys.stdout.isatty() else 200

@@ -27,7 +27,7 @@ from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.launching import ProcessLauncher, Requeue, ScriptLauncher, hear_signals
-from lightning_pipeline.lightning_private import keeps_link_to_last
+from lightning_pipeline.lightning_private import keeps_link_to_last, trainer_of
 from lightning_pipeline.lines import Word
 from lightning_pipeline.mesh import control_device
 from lightning_pipeline.plan import Plan
@@ -269,9 +269,12 @@ class FailingStrategy(AxesStrategy):
             super().remove_checkpoint(filepath)
 
     def _end(self) -> None:
-        """A run ends: callbacks get their own methods back."""
-        assert self.lightning_module is not None
-        for callback in self.lightning_module.trainer.checkpoint_callbacks:
+        """A run ends: callbacks get their own methods back.
+
+        In a process that has only started others the module has no Trainer.
+        """
+        trainer = trainer_of(self.lightning_module)
+        for callback in () if trainer is None else trainer.checkpoint_callbacks:
             keeps_link_to_last(callback, True)
 
     def _are_together(self, place: str) -> bool:

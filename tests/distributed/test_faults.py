@@ -287,5 +287,11 @@ def test_a_forked_process_has_no_part_in_the_watch():
 @pytest.mark.parametrize("fault", ["error in a layer of rank 1", "SIGKILL of rank 1"])
 def test_launchers(fault, launcher):
     end = run(*FAULTS[fault], launcher)
-    assert end.seconds < 10 and end.code and not end.left
-    assert re.search("Rank 1.*(failed in the forward of stage 0|is gone without)", end.output)
+    # Locks of Python's processes are those of other programs, too.
+    left = [name for name in end.left if not name.startswith("sem.mp-")]
+    assert end.seconds < 10 and end.code and not left
+    seen = "Rank 1.*(failed in the forward of stage 0|is gone without)"
+    if launcher == "spawn":  # it sees the first process end, and ends the others
+        seen += "|process 1 terminated with signal SIGKILL"
+    assert re.search(seen, end.output)
+    assert "is not attached to a `Trainer`" not in end.output

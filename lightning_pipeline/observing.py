@@ -189,8 +189,11 @@ class Observer:
         if rows[0] == rows[1]:
             return found
         if self.carries.unknown(found.carried):
-            # Another start tells what is added to a number from what replaces it.
-            shifted = {n: v.before + 1 for n, v in found.carried.items() if type(v.before) is int}
+            # Another start tells what is added to a number from what replaces it. It may not be
+            # as far away as the rows are apart, or a count of batches looks like one of samples.
+            shift = 2 if rows[1] - rows[0] == 1 else 1
+            ints = {n: v.before for n, v in found.carried.items() if type(v.before) is int}
+            shifted = {name: before + shift for name, before in ints.items()}
             with self._attributes(shifted):
                 self.carries.learn(step, found.carried, once(example.batch).carried, rows)
         known = self._known_numbers.setdefault(step, set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 
 import lightning as L
@@ -361,3 +362,34 @@ def test_the_first_batch_need_not_be_cut(model):
     for run in script.pipelined(2):
         assert distance(run, expected) <= TOLERANCE
         torch.testing.assert_close(run.extra, expected.extra, rtol=1e-12, atol=1e-14)
+
+
+class Numbered(Perceptron):
+    """Weighs each batch by its number."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.number = start
+
+    def training_step(self, batch, batch_idx):
+        self.number += 1
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.number)
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "start"), [(2, 2, 0), (2, 2, 1), (3, 2, 0), (3, 2, 1), (4, 4, 0)]
+)
+def test_a_count_of_batches_is_none_of_samples(rows, microbatches, start):
+    """Also where a batch has one row more than a microbatch, which is as far as a count goes."""
+    script = Script(
+        partial(Numbered, start),
+        lambda: vectors(3 * rows),
+        rows,
+        {"limit_val_batches": 0, "max_steps": 5},
+        after=lambda trainer, module: module.number,
+    )
+    expected = script.plain()
+    assert expected.extra == start + 5
+    for run in script.pipelined(2, schedule="GPipe", num_microbatches=microbatches):
+        assert run.extra == expected.extra
+        assert distance(run, expected) <= TOLERANCE

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from lightning_pipeline.hooks import seeds_workers
 from lightning_pipeline.lightning_private import deals_out_data
-from lightning_pipeline.meeting import keep_gloo_on_host, serve_store
+from lightning_pipeline.meeting import meet
 from lightning_pipeline.mesh import Mesh, Scope, control_device, with_host
 
 
@@ -83,11 +84,10 @@ class AxesStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         environment, server = self.cluster_environment, None
-        if self.num_nodes == 1 and environment is not None and not dist.is_initialized():
-            host, port = environment.main_address, environment.main_port
-            keep_gloo_on_host(host)
-            if self.global_rank == 0:
-                server = serve_store(host, port, self.world_size)
+        if environment is not None and not dist.is_initialized():
+            timeout = self._timeout or default_pg_timeout
+            place = environment, self.global_rank, self.world_size
+            server = meet(*place, self.num_nodes == 1, timeout)
         super().setup_distributed()
         del server  # the process group has it now
 

@@ -19,7 +19,7 @@ _SLOW = ("tests/distributed/", "tests/unit/test_splitting_zoo.py")
 _FEW = 4
 """Cases of one test function that a quick run takes all."""
 
-_SHARE = 0.2
+_SHARE = 0.15
 """Share of the cases that a quick run takes where there are more."""
 
 _GOLDEN = 0.6180339887498949
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases",
         choices=("all", "quick", "rest"),
         default="all",
-        help="quick: not what is marked slow, and a fifth of the cases of each large table; rest: "
+        help="quick: not what is marked slow, and a part of the cases of each large table; rest: "
         "what quick leaves out",
     )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.faults.__main__ import kill
+
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +83,10 @@ def free_port() -> int:
 
 
 def start(command: list[str], folder: Path, name: str, **variables: object) -> subprocess.Popen:
-    """A process in a group of its own, with its output in a file."""
+    """A process with its output in a file."""
     environment = {
         **os.environ,
+        "FAULTS_RUN": str(folder),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         **{key: str(value) for key, value in variables.items()},
@@ -95,20 +98,16 @@ def start(command: list[str], folder: Path, name: str, **variables: object) -> s
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
 
 
-def codes(processes: list[subprocess.Popen], deadline: float = DEADLINE) -> list[int]:
-    """Exit codes; none is left behind at the deadline."""
-    end = time.monotonic() + deadline
+def codes(processes: list[subprocess.Popen], folder: Path) -> list[int]:
+    """Exit codes; none is left behind at the deadline, nor what they have started."""
+    end = time.monotonic() + DEADLINE
     try:
         return [process.wait(max(0.0, end - time.monotonic())) for process in processes]
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        kill(str(folder))
 
 
 def said(folder: Path) -> str:
@@ -126,7 +125,7 @@ def torchrun(folder: Path, victim: int) -> list[int]:
     options = ["--nnodes=2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"]
     options += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
     command = ["-m", "torch.distributed.run", *options, *words(folder, victim, "last")]
-    return codes([start(command, folder, f"node{node}") for node in range(2)])
+    return codes([start(command, folder, f"node{node}") for node in range(2)], folder)
 
 
 def begun(folder: Path) -> list[int]:
@@ -193,10 +192,10 @@ def test_slurm_begins_a_job_anew_and_it_goes_on(tmp_path, whole):
     for task in reversed(tasks):
         task.send_signal(signal.SIGUSR1)
         time.sleep(0.2)
-    assert codes(tasks) == [0] * 4, said(tmp_path)
+    assert codes(tasks, tmp_path) == [0] * 4, said(tmp_path)
     assert (tmp_path / "asked").read_text() == "requeue 4711\n"
     assert_same_end(tmp_path, whole)
     (tmp_path / "end").unlink()
-    assert codes(slurm(tmp_path)) == [0] * 4, said(tmp_path)
+    assert codes(slurm(tmp_path), tmp_path) == [0] * 4, said(tmp_path)
     assert begun(tmp_path) == [0, AT + 1]
     assert_same_end(tmp_path, whole)

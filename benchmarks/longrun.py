@@ -136,7 +136,7 @@ class Holds(L.Callback):
 def held(trainer: L.Trainer) -> dict[str, float]:
     """What this process holds now, in bytes and counts."""
     gc.collect()
-    plans = trainer.strategy._pipeline._plans  # type: ignore[attr-defined]
+    plans = trainer.strategy._pipeline._preparer.plans  # type: ignore[attr-defined]
     return {
         "memory": resident(),
         "files": len(os.listdir("/proc/self/fd")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,40 +11,30 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeline.batch import Cut, signature
-from lightning_pipeline.batchnorm import Norms, names_of_norms, normalises_batches
+from lightning_pipeline.batchnorm import Norms
 from lightning_pipeline.comparing import FirstStep
 from lightning_pipeline.computing import SharedCompute
 from lightning_pipeline.engine import Engine
 from lightning_pipeline.errors import StepError
 from lightning_pipeline.hooks import arguments_after_batch
 from lightning_pipeline.lazies import initialise
-from lightning_pipeline.loaders import SameBatch, choose_cut, cut_together, loader_levels
-from lightning_pipeline.logs import LogExchange, LogRecorder
+from lightning_pipeline.loaders import SameBatch
+from lightning_pipeline.logs import LogExchange
 from lightning_pipeline.mesh import Mesh, Scope
-from lightning_pipeline.metrics import StepMetrics
 from lightning_pipeline.observing import Candidate, Context, Example
 from lightning_pipeline.options import Options
-from lightning_pipeline.passes import StepPass
 from lightning_pipeline.placing import Held, PlacedModule, share
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.planning.choosing import choose
-from lightning_pipeline.plans import Plans
+from lightning_pipeline.preparing import Preparer
 from lightning_pipeline.refusals import check_uncut
 from lightning_pipeline.sharing import share_state
 from lightning_pipeline.steps import (
-    ABSENT,
-    Microbatch,
     MicrobatchBuffers,
-    Runner,
-    StepPlan,
     append,
-    compiled,
     kept_random_state,
     mix,
-    modes_of,
     patched,
-    recomputed_blocks,
     seed_all,
     set_attributes,
 )
@@ -88,15 +78,12 @@ class Pipeline:
         self._exchange = LogExchange(module, mesh, device)
         self._computed = SharedCompute(module, mesh)
         self._writers = Writers(module.trainer.callbacks, mesh)  # type: ignore[attr-defined]
-        self._plans, self._buffers = Plans(module), MicrobatchBuffers(module)
-        self._runners: dict[str, dict[int, Runner]] = {}
-        self._counters: dict[str, int] = {}
-        self._sizes: dict[str, Any] = {}
+        self._buffers = MicrobatchBuffers(module)
+        self._preparer = Preparer(module, self._placed, mesh, options, device, seed, contexts)
         self._seen: dict[str, Candidate] = {}
-        self._repeated: list[tuple[object, str, Any]] | None = None
         self._trained = False
         self.norms: Norms | None = None
-        args = contexts["training_step"], partial(self._runner, "training_step")
+        args = contexts["training_step"], partial(self._preparer.runner, "training_step")
         self._first = FirstStep(module, mesh, device, *args, options.validates)
 
     @property
@@ -146,8 +133,9 @@ class Pipeline:
         same.require_values()
         if fitting and self._options.open is not None:
             self._choose(args[0])
-        cut = self._cut(args[0], step, trains=fitting)
-        microbatch, rows = self._microbatches(args[0], cut, step)[0], (cut.rows, cut.sizes[0])
+        cut = self._preparer.cut(args[0], step, trains=fitting)
+        microbatch = self._preparer.microbatches(args[0], cut, step)[0]
+        rows = cut.rows, cut.sizes[0]
         steps = ["training_step", "validation_step"] if fitting else [step]
 
         def candidate(name: str) -> Candidate:
@@ -175,6 +163,7 @@ class Pipeline:
         )
         self._mesh.reschedule(options.schedule, options.stages_per_rank)
         self._placed.reschedule(options)
+        self._preparer.start_anew(options)
         observer = self.engine.observer
         self.engine = Engine(self._mesh, options.schedule, options.stages_per_rank, device)
         self.engine.observer = observer
@@ -192,7 +181,7 @@ class Pipeline:
                 "once. Set Trainer(num_sanity_val_steps=0), so that the training comes first."
             )
         self.engine.clear()
-        self._plans, self._runners, self._repeated = Plans(self._module), {}, None
+        self._preparer.start_anew(self._options)
         self._seen = {n: dataclasses.replace(seen, is_next=False) for n, seen in self._seen.items()}
         self._placed.put_back()
 
@@ -258,10 +247,10 @@ class Pipeline:
             The loss over the batch and what the step returned for the whole batch, equal on all
             ranks of the pipeline.
         """
-        same = SameBatch(step, args[0], self._mesh, self._device, self._plans.look())
+        same = SameBatch(step, args[0], self._mesh, self._device, self._preparer.plans.look())
         self._trained |= trains
         try:
-            work = self._prepare(step, args, trains, scale, accumulated, count)
+            work = self._preparer.prepare(step, args, trains, scale, accumulated, count)
         except Exception:
             same.require()  # which explains more
             raise
@@ -271,7 +260,7 @@ class Pipeline:
             self._first.run(work, args[0], self._placed)
         self._computed.inside_step = True
         try:
-            blocks = self._blocks() if trains else []
+            blocks = self._preparer.blocks() if trains else []
             if trains and not blocks:
                 work.buffers = self._buffers
             with kept_random_state(self._device):
@@ -310,137 +299,3 @@ class Pipeline:
         self.held.reducer.complete()
         if is_last:
             self._first.compare(self.held)
-
-    def _prepare(
-        self,
-        step: str,
-        args: tuple[Any, ...],
-        trains: bool,
-        scale: float | Tensor,
-        accumulated: int,
-        count: int | None,
-    ) -> StepPass:
-        batch, rest = args[0], args[1:]
-        cut = self._cut(batch, step)
-        number = self._counters[step] = self._counters.get(step, 0) + 1
-        seed = mix(self._seed, *step.encode(), number if count is None else count)
-        metrics = StepMetrics(self._module, cut.all_sizes)
-        counts = self._placed.observer.counts.setdefault(step, set())
-        recorder = LogRecorder(self._module, metrics, self._sizes.setdefault(step, {}), counts)
-        batches = self._microbatches(batch, cut, step)
-        mode = self._mode()
-        plans = self._plans_of(step, batch, batches, cut, rest, mode)
-        carries = self._placed.observer.carries
-        wholes = carries.wholes(frozenset().union(*(plan.reads for plan in plans)))
-        starts = carries.starts(wholes, cut.sizes)
-        microbatches = [
-            Microbatch(
-                microbatch,
-                rest,
-                plan,
-                mix(seed, self._mesh.data_rank, index),
-                recorder,
-                starts[0 if cut.is_filler(index) else index],
-                index in (0, number % len(cut.sizes)),
-            )
-            for index, (microbatch, plan) in enumerate(zip(batches, plans, strict=True))
-        ]
-        return StepPass(
-            microbatches,
-            cut,
-            trains,
-            scale,
-            accumulated,
-            self._runners_of(step),
-            self.held,
-            recorder,
-            metrics,
-            carries,
-            wholes,
-            counts,
-            frozenset(self._placed.observer.unsure.get(step, ())),
-            mode[0],
-        )
-
-    def _plans_of(
-        self,
-        step: str,
-        batch: Any,
-        microbatches: list[Any],
-        cut: Cut,
-        rest: tuple[Any, ...],
-        mode: Hashable,
-    ) -> list[StepPlan]:
-        starts = self._placed.observer.carries.likely_starts(step, cut.sizes)
-        alike: dict[Hashable, StepPlan] = {}
-
-        def plan(index: int, microbatch: Any) -> StepPlan:
-            number = 0 if cut.is_filler(index) else index
-            # Behind the number of the batch stands that of the loader, on which steps may depend.
-            start = signature(starts[number])
-            key = (step, signature(microbatch), rest[1:], mode, start, len(cut.sizes) > 1)
-            if key in alike:
-                return alike[key]
-            example = Example(batch, microbatch, (cut.rows, cut.sizes[number]), rest)
-            context = self._contexts[step]
-            there = [(self._module, *x) for x in starts[number].items() if x[1] is not ABSENT]
-            with patched(there):
-                found, is_new = self._plans.get(
-                    step, key, lambda: self._placed.plan(step, example, context)
-                )
-            if is_new:
-                self._plans.guard(found, starts[number])
-            alike[key] = found
-            return found
-
-        return [plan(index, microbatch) for index, microbatch in enumerate(microbatches)]
-
-    def _runners_of(self, step: str) -> dict[int, Runner]:
-        if step not in self._runners:
-            self._runners[step] = {s: self._runner(step, s) for s in self._mesh.stages}
-        return self._runners[step]
-
-    def _runner(self, step: str, stage: int) -> Runner:
-        manner = self._options.manner(stage == self._mesh.num_stages - 1)
-        return Runner(self._module, stage, self._contexts[step], self._device, manner)
-
-    def _blocks(self) -> list[tuple[object, str, Any]]:
-        """Patches of the modules that are to be computed again in the backward."""
-        kinds, arguments = self._options.activation_checkpointing, self._options.compile
-
-        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-            return forward if arguments is None else compiled(forward, arguments)
-
-        if self._repeated is None:
-            kinds = () if isinstance(kinds, str) else kinds
-            self._repeated = recomputed_blocks(self._module, kinds, self._device, wrap)
-        return self._repeated
-
-    def _cut(self, batch: Any, step: str, trains: bool = False) -> Cut:
-        # BatchNorm refuses to normalise a single row in training.
-        by_batch = normalises_batches(self._module)
-        min_rows = 2 if by_batch or (trains and names_of_norms(self._module)) else 1
-
-        def choose(rows: int) -> tuple[int, int]:
-            # An evaluation by the statistics of its batches is exact with whole ones only.
-            whole = by_batch and step != "training_step"
-            return self._options.schedule.choose_microbatches(
-                rows,
-                self._options.num_microbatches,
-                self._mesh.sizes.pipeline,
-                self._options.stages_per_rank,
-                rows if whole or rows < min_rows else min_rows,
-            )
-
-        return choose_cut(batch, step, loader_levels(self._module, batch), choose, min_rows)
-
-    def _microbatches(self, batch: Any, cut: Cut, step: str) -> list[Any]:
-        return cut_together(batch, step, loader_levels(self._module, batch), cut)
-
-    def _mode(self) -> tuple[Hashable, bool, bool]:
-        """What a plan depends on besides shapes, modes of modules first; equal on all ranks."""
-        return (
-            modes_of(self._module),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-        )

@@ -60,7 +60,7 @@ class End:
     Attributes:
         seconds: From the fault until the last process was gone; infinite if one had to be killed.
         code: Exit code of the command.
-        said: The first line that tells the cause.
+        said: What it said first of the cause.
         output: All that it said.
         left: Files that it left in shared memory.
     """
@@ -119,7 +119,7 @@ def run(kind: str, rank: int, launcher: str, ranks: int = 2, replicas: int = 1) 
     if left:
         time.sleep(2)  # other programs use it too, for a moment
         left &= shared_memory()
-    return End(gone, process.returncode, first_line(text), text, tuple(sorted(left)))
+    return End(gone, process.returncode, first_words(text), text, tuple(sorted(left)))
 
 
 def wait(process: subprocess.Popen[bytes], mark: str, moment: Path) -> float:
@@ -160,17 +160,21 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def first_line(text: str) -> str:
-    """The first line of an output that names the rank and its failure, or else the error."""
+def first_words(text: str) -> str:
+    """What an output says first of the cause: the failure of a rank, behind its error if that is
+    in the line above, or else an error."""
     lines = [re.sub(r"^\[rank ?\d+\]:? ", "", line).strip() for line in text.splitlines()]
-    found = (line for pattern in (_CAUSE, _ERROR) for line in lines if pattern.search(line))
-    return next(found, "")
+    for above, line in itertools.pairwise(["", *lines]):
+        if _CAUSE.search(line):
+            alone = _ERROR.search(line) or not _ERROR.search(above)
+            return line if alone else f"{above} / {line}"
+    return next(filter(_ERROR.search, lines), "")
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The rows in Markdown, in the order of `FAULTS` and `LAUNCHERS`."""
     lines = [
-        "| what happens | ranks | launcher | seconds until all are gone | exit code | first line |",
+        "| what happens | ranks | launcher | seconds until all are gone | exit code | said first |",
         "|---|---|---|---|---|---|",
     ]
     for name, launcher, layout in itertools.product(FAULTS, LAUNCHERS, ("2x1", "2x2")):

@@ -47,7 +47,7 @@ class Draw:
         precision: Of the Trainer.
         clip: Arguments of the Trainer.
         validate: When.
-        then: What follows the training.
+        then: What follows the training, or what comes in its middle: it goes on from a checkpoint.
         optimizer: Of the model.
         scheduler: Of the model.
         log: Of the model.
@@ -190,7 +190,7 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
         "precision": one("32-true", "bf16-true", "bf16-mixed") if rounds else "64-true",
         "clip": None if rounds or step == "manual" else one(None, None, *norms),
         "validate": one("never", "epoch", "sanity", "often"),
-        "then": one("nothing", "nothing", "validate", "predict"),
+        "then": one("nothing", "nothing", "validate", "predict", "go on", "go on from a folder"),
         "optimizer": one(*[name for name in OPTIMIZERS if name != "LBFGS"] * 4, "LBFGS"),
         "scheduler": one(*(n for n in SCHEDULERS if n != "plateau" or not cuts_evenly)),
         "log": one(*LOGS),

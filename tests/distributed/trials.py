@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from tests.models import drawn
 from tests.models.blocks import WIDTH
 
 DEADLINE = 25
-STEPS = 5
+STEPS, BREAK = 5, 2
 # Of parameters and of what is logged, as in test_precision.py and test_zoo.py: microbatches round
 # as on one device, validation rounds as in other batches.
 TOLERANCES: dict[str, tuple[float, float | None]] = {
@@ -80,14 +81,23 @@ class Refusal:
     steps: int
 
 
+@dataclass
 class Tried(Script):
-    """A script of which an error is an answer."""
+    """A script of which an error is an answer.
+
+    Attributes:
+        breaks_at: Step at which the run ends, for another one to go on from its checkpoint.
+    """
+
+    breaks_at: int | None = None
 
     def __call__(self, strategy: Any, devices: int) -> Any:
         modules: list[Any] = []
         self.setup = modules.append
         failing.shorten = lambda error: None  # where it was raised is looked at
         try:
+            if self.breaks_at is not None:
+                self._save(strategy, devices)
             return super().__call__(strategy, devices)
         except Exception as error:
             kind = type(error)
@@ -96,17 +106,29 @@ class Tried(Script):
                 kind in (MisconfigurationException, ValueError, TypeError)
                 and "/lightning_pipeline/" in innermost
             )
-            trainer = getattr(modules[0], "_trainer", None) if modules else None
-            steps = trainer.global_step if trainer is not None else 0
+            trainers = [getattr(module, "_trainer", None) for module in modules]
+            steps = max((trainer.global_step for trainer in trainers if trainer), default=0)
             text = f"{kind.__name__}: {error}"
             return Refusal(text if ours else traceback.format_exc(), ours, steps)
 
+    def _save(self, strategy: Any, devices: int) -> None:
+        """Runs until the break."""
+        first = Script(
+            *(self.model, self.dataset, self.batch_size),
+            {**copy.deepcopy(self.trainer), "max_steps": self.breaks_at},
+            self.setup,
+            lambda trainer, module: trainer.save_checkpoint(self.checkpoint),
+            self.dtype,
+        )
+        first(strategy, devices)
 
-def script(draw: Draw, parts: int = 1) -> Tried:
+
+def script(draw: Draw, folder: str, parts: int = 1) -> Tried:
     """The script of a draw.
 
     Args:
         draw: The draw.
+        folder: For its checkpoint, of which each way to run has its own.
         parts: Into how many of the reference's batches each batch is cut, which accumulates them.
     """
     kind = drawn.Nudged if draw.nudged else drawn.Drawn
@@ -142,7 +164,14 @@ def script(draw: Draw, parts: int = 1) -> Tried:
             return torch.cat(trainer.predict(module, loader)).flatten().tolist()
         return []
 
-    return Tried(make, data, draw.rows // parts, trainer, after=after, dtype=dtype)
+    goes_on = draw.then.startswith("go on")
+    return Tried(
+        *(make, data, draw.rows // parts, trainer),
+        after=after,
+        dtype=dtype,
+        checkpoint=str(Path(folder, f"after_{BREAK}")) if goes_on else None,
+        breaks_at=BREAK if goes_on else None,
+    )
 
 
 def arguments(draw: Draw, folder: str) -> dict[str, Any]:
@@ -168,18 +197,24 @@ def arguments(draw: Draw, folder: str) -> dict[str, Any]:
         "partition": partition,
         "activation_checkpointing": [nn.Linear] if draw.recompute == "layers" else draw.recompute,
         "balance_by": draw.balance_by,
+        "save_distributed_checkpoint": draw.then == "go on from a folder",
     }
 
 
-def reference(draw: Draw) -> list[Any]:
-    """What each replica should come to."""
+def reference(draw: Draw, folder: str) -> list[Any]:
+    """What each replica should come to.
+
+    Args:
+        draw: The draw.
+        folder: For its checkpoint.
+    """
     if draw.against == "GPipe":
         n = draw.ranks * draw.depth
         given = arguments(replace(draw, ranks=n, depth=1, schedule="GPipe"), "")
-        return run_ranks(n, script(draw), given, n, deadline=DEADLINE)[:1]
+        return run_ranks(n, script(draw, folder), given, n, deadline=DEADLINE)[:1]
     parts = int(draw.microbatches) if draw.against in ("microbatches", "rounding") else 1
     strategy = "auto" if draw.replicas == 1 else "ddp_find_unused_parameters_true"
-    given_script = script(draw, parts)
+    given_script = script(draw, folder, parts)
     return run_ranks(draw.replicas, given_script, strategy, draw.replicas, deadline=DEADLINE)
 
 
@@ -204,17 +239,17 @@ class Outcome:
 def examine(draw: Draw) -> Outcome:
     """Runs a draw on one device and in a pipeline."""
     world = draw.ranks * draw.replicas
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         given = arguments(draw, folder)
         try:
-            runs = run_ranks(world, script(draw), given, world, deadline=DEADLINE)
+            runs = run_ranks(world, script(draw, folder), given, world, deadline=DEADLINE)
         except RankFailed as error:
             return Outcome(type(error).__name__, str(error))
-    refusals = [run for run in runs if isinstance(run, Refusal)]
-    judged = _judge(refusals, world) if refusals else None
-    if judged is not None and judged.is_right:
-        return judged
-    expected = reference(draw)
+        refusals = [run for run in runs if isinstance(run, Refusal)]
+        judged = _judge(refusals, world) if refusals else None
+        if judged is not None and judged.is_right:
+            return judged
+        expected = reference(draw, other)
     failed = [run.message for run in expected if isinstance(run, Refusal)]
     if failed:
         return Outcome("no reference", failed[0])

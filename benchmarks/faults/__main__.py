@@ -163,10 +163,11 @@ def shared_memory() -> set[str]:
 def first_words(text: str) -> str:
     """What an output says first of the cause: the failure of a rank, behind its error if that is
     in the line above, or else an error."""
-    lines = [re.sub(r"^\[rank ?\d+\]:? ", "", line).strip() for line in text.splitlines()]
+    lines = [re.sub(r"^\[rank ?\d+\]:? ?", "", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
     for above, line in itertools.pairwise(["", *lines]):
         if _CAUSE.search(line):
-            alone = _ERROR.search(line) or not _ERROR.search(above)
+            alone = _ERROR.search(line) or not _ERROR.search(above) or above.endswith(":")
             return line if alone else f"{above} / {line}"
     return next(filter(_ERROR.search, lines), "")
 

@@ -41,7 +41,7 @@ from lightning_pipeline.bench.ranks import run_ranks
 from lightning_pipeline.splitting.torch_private import default_store
 
 ROOT = Path(__file__).parents[1]
-WIDTH, ROWS, BATCHES, LENGTHS = 16, 16, 64, 40
+WIDTH, ROWS, BATCHES, LENGTHS = 16, 16, 64, 10
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "other shapes": ({}, {}),

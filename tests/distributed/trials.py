@@ -36,7 +36,7 @@ from tests.distributed.test_exactness import TOLERANCE
 from tests.models import drawn
 from tests.models.blocks import WIDTH
 
-DEADLINE = 25
+DEADLINE = 40
 STEPS, BREAK = 5, 2
 # Of parameters and of what is logged, as in test_precision.py and test_zoo.py: microbatches round
 # as on one device, validation rounds as in other batches.

@@ -70,6 +70,7 @@ class Difference(NamedTuple):
         stage: A stage that holds it.
         absolute: Largest difference of an entry.
         size: Largest entry of the reference.
+        is_missing: Whether it is nothing but zeros, and the reference is not.
         overflows: Whether an entry is infinite or no number.
         reference_overflows: Whether one of the reference is.
     """
@@ -78,6 +79,7 @@ class Difference(NamedTuple):
     stage: int
     absolute: float
     size: float
+    is_missing: bool
     overflows: bool
     reference_overflows: bool
 
@@ -87,9 +89,13 @@ class Difference(NamedTuple):
         return self.beyond(0.0)
 
     def beyond(self, noise: float) -> float:
-        """The difference relative to that entry and what is ``noise`` in any gradient."""
+        """The difference relative to that entry and what is ``noise`` in any gradient.
+
+        Rounding does not make all of a gradient zero, so one that is missing is judged without it.
+        """
         if not self.absolute:
             return 0.0
+        noise = 0.0 if self.is_missing else noise
         return self.absolute / (self.size + noise) if self.size + noise else math.inf
 
 
@@ -106,7 +112,7 @@ def measure(
         scale: The loss scale that is in both.
     """
     if not reference.numel():
-        return Difference(name, stage, 0.0, 0.0, False, False)
+        return Difference(name, stage, 0.0, 0.0, False, False, False)
     found = torch.zeros_like(reference)
     if gradient is not None:
         found = gradient.detach().to_dense().to("cpu", reference.dtype)
@@ -114,7 +120,9 @@ def measure(
     distance = (found - reference).abs().masked_fill(lost & lost_too, 0.0)
     absolute = float(distance.nan_to_num(math.inf, math.inf).max()) / scale
     size = float(reference.abs().masked_fill(lost_too, 0.0).max()) / scale
-    return Difference(name, stage, absolute, size, bool(lost.any()), bool(lost_too.any()))
+    is_missing = not found.any() and bool(reference.any())
+    overflows = bool(lost.any()), bool(lost_too.any())
+    return Difference(name, stage, absolute, size, is_missing, *overflows)
 
 
 def apart(own: float, reference: float) -> float:

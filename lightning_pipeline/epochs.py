@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_pipeline.lightning_private import PrefetchDataFetcher, handle_fetcher
@@ -35,7 +36,7 @@ class _Together(PrefetchDataFetcher):
     @override
     def __next__(self) -> Any:
         if self._is_alike is None:
-            own = _length(self)
+            own = _promised(self)
             self._is_alike = self.ranks.least(own) == -self.ranks.least(-own) != _UNKNOWN
         if self._is_alike:
             return super().__next__()
@@ -56,7 +57,8 @@ def end_together(trainer: Trainer) -> None:
     """Ends an epoch on all ranks when the loader of one of them ends.
 
     Under DDP the others wait for a replica that has no batch any more for ever. Loaders that know
-    their lengths agree once an epoch, those of an IterableDataset at each batch.
+    their lengths agree once an epoch, those of an IterableDataset at each batch: the length that
+    it may tell need not be that of its iteration.
 
     Args:
         trainer: The Trainer, with its strategy set up.
@@ -78,6 +80,13 @@ def end_together(trainer: Trainer) -> None:
 
 def _length(fetcher: PrefetchDataFetcher) -> int:
     return _UNKNOWN if fetcher.length is None else fetcher.length
+
+
+def _promised(fetcher: PrefetchDataFetcher) -> int:
+    """The number of batches, where loaders keep to what they say."""
+    loaders = fetcher.combined_loader.flattened
+    iterable = any(isinstance(getattr(x, "dataset", x), IterableDataset) for x in loaders)
+    return _UNKNOWN if iterable else _length(fetcher)
 
 
 def _shorten(trainer: Trainer, fetcher: PrefetchDataFetcher, length: int) -> None:

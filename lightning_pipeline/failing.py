@@ -8,9 +8,11 @@ import os
 import re
 import socket
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +43,7 @@ PATIENCE = timedelta(seconds=4)
 _OURS, *_OTHERS = (
     str(Path(str(module.__file__)).parent) + os.sep for module in (errors, lightning, torch)
 )
+_GROUPS = str(Path(str(dist.__file__)).parent) + os.sep
 _LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
 
 _LOST_PEER = re.compile(
@@ -49,6 +52,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
+_TOLD = "_pipeline_has_told"
 _SIGTERM_CODE = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
@@ -62,6 +66,7 @@ class FailingStrategy(AxesStrategy):
 
     _failed = False
     _reported = False
+    _saves = False
     _num_runs = 0  # of the process, whose store keeps what was voted
     _num_votes = 0
 
@@ -95,14 +100,26 @@ class FailingStrategy(AxesStrategy):
             if isinstance(launcher, ScriptLauncher):
                 watch.on_failure, watch.last_resort = launcher.stop_observer, launcher.end_children
             watch.moves, watch.on_sigterm = self._moves, self._note_sigterm
-            if self.lightning_module is not None:
-                trainer = self.lightning_module.trainer
-                hear_signals(trainer, self._note_sigterm, self._requeue)
+        if self.world_size > 1 and self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            hear_signals(trainer, self._note_sigterm, self._requeue)
+        if watch is not None:
             watch.begin(FailingStrategy._num_runs)
 
-    def _moves(self) -> int:
+    def _moves(self) -> float:
+        """Changes with every activity of a pass, and all the time while a checkpoint is saved."""
         position = self._position
-        return 0 if position is None else position.count
+        count = 0 if position is None else position.count
+        return count + (time.monotonic() if self._saves else 0.0)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A time that a rank needs for a checkpoint, however long."""
+        self._saves = True
+        try:
+            yield
+        finally:
+            self._saves = False
 
     @property
     def _is_broken(self) -> bool:
@@ -145,7 +162,7 @@ class FailingStrategy(AxesStrategy):
             return "before its stages were made"
         return describe(None if position is None else position.activity, self.mesh, self.plan)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Notes a failure inside of a step, where ranks are at different places.
 
@@ -178,19 +195,22 @@ class FailingStrategy(AxesStrategy):
         if isinstance(error, SIGTERMException):
             error.code = _SIGTERM_CODE
         text, watch = str(error), self._watch
-        if isinstance(error, RuntimeError) and (self._is_broken or _LOST_PEER.search(text)):
+        of_groups = isinstance(error, RuntimeError) and _is_of_groups(error)
+        broken = isinstance(error, RuntimeError) and self._is_broken
+        if broken or (of_groups and _LOST_PEER.search(text)):
             self._failed, cause = True, None
             if watch is not None:
                 watch.say("lost")
                 cause = watch.cause()
             self._lost = PipelineError(self._consequence(cause))
+            self._lost.__cause__ = error if cause is None else None
             return self._lost
-        if isinstance(error, RuntimeError) and dist.is_initialized() and _TIMED_OUT.search(text):
+        if of_groups and dist.is_initialized() and _TIMED_OUT.search(text):
             self._failed = True
-            error = PipelineError(self._stalled(text))
+            stall = PipelineError(self._stalled(text))
             if watch is not None:
-                watch.say("stall", str(error))
-            return error
+                watch.say("stall", str(stall))
+            return stall
         head = f"Rank {self.global_rank} failed {self._place()}"
         if watch is not None:
             trace = _shortened(error)
@@ -333,6 +353,16 @@ def shorten(error: BaseException) -> None:
         error.__cause__, error.__suppress_context__ = None, True
 
 
+def _is_of_groups(error: BaseException) -> bool:
+    """Whether process groups have raised it, and not the user's code, whose words may be alike."""
+    if isinstance(error, PipelineError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, dist.DistError) or not frames:
+        return True
+    return frames[-1].f_code.co_filename.startswith((_OURS, _GROUPS))
+
+
 def _shortened(error: BaseException) -> str:
     """The text of an error that goes on as it is."""
     kept = error.__traceback__, error.__cause__, error.__suppress_context__
@@ -344,10 +374,17 @@ def _shortened(error: BaseException) -> str:
 
 def _say_no_more_of(error: BaseException) -> None:
     """Keeps Python from printing ``error`` a second time when the process ends with it."""
-    show = sys.excepthook
+    error.__dict__[_TOLD] = True
+    if sys.excepthook is not _show_news:
+        _hooks.append(sys.excepthook)
+        sys.excepthook = _show_news
 
-    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not error:
-            show(kind, value, trace)
 
-    sys.excepthook = hook
+_hooks: list[Callable[..., Any]] = []  # what showed errors before
+
+
+def _show_news(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> None:
+    if not value.__dict__.get(_TOLD):
+        _hooks[-1](kind, value, trace)

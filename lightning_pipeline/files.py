@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_pipeline.checkpoint import walk
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.lightning_private import in_thread_of
-from lightning_pipeline.replacing import is_remote, remove, whole_file
+from lightning_pipeline.replacing import erase, is_remote, whole_file
 from lightning_pipeline.splitting.torch_private import FakeTensorMode, offset_in_file, record_offset
 
 _ZIP = b"PK\x03\x04"
@@ -59,7 +59,7 @@ class WholeFiles(TorchCheckpointIO):
         if is_remote(path):
             super().remove_checkpoint(path)
         else:
-            remove(path)
+            erase(path)
 
 
 def is_plain(plugin: CheckpointIO) -> bool:

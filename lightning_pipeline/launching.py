@@ -60,7 +60,7 @@ class Telling:
             other = self.strategy.told(error)
             if other is error:
                 raise
-            raise other from None
+            raise other from other.__cause__
         self.strategy.through()
         return result
 

@@ -18,9 +18,12 @@ from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_pipeline.meeting import open_server
+
 PATIENCE = 2.0
 """Seconds that a rank is waited for when it connects or takes a word."""
 
+_LONGEST_GREETING = 1000  # bytes
 _MOST_CHARACTERS = 20_000  # of a text, which a rank must be able to leave without being read
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host is gone in 30 s
 
@@ -31,13 +34,14 @@ class Word(NamedTuple):
     Attributes:
         kind: ``"error"`` that a rank has raised by itself, ``"lost"``: it cannot go on without
             another one, ``"stall"``: it has waited for too long, ``"signal"`` that has come to it,
-            ``"left"``: its process is gone, ``"ended"``: it is through with the run.
+            ``"left"``: its process is gone, ``"ended"``: it is through with the run, ``"moves"``:
+            it works.
         run: Number of the run.
         rank: Global rank.
         text: What to tell the user; the first line says it all.
     """
 
-    kind: Literal["error", "lost", "stall", "signal", "left", "ended"]
+    kind: Literal["error", "lost", "stall", "signal", "left", "ended", "moves"]
     run: int
     rank: int
     text: str = ""
@@ -93,39 +97,62 @@ class Exchange:
 
     def __init__(self, store: dist.Store, hosts: Sequence[str], size: int) -> None:
         self._key = secrets.token_hex()
-        self.server = open_server(hosts[0], size)
+        self.server = _open(hosts[0], size)
+        self.server.setblocking(False)
         port = self.server.getsockname()[1]
         store.set("watch", json.dumps([list(hosts), port, self._key]))
 
-    def answer(self) -> Line | None:
-        """The rank that calls; ``None`` if it is none of this run."""
-        connection, _ = self.server.accept()
-        connection.settimeout(PATIENCE)
+    def answer(self) -> Caller | None:
+        """Somebody who calls; ``None`` if nobody does any more."""
         try:
-            with connection.makefile("rb", buffering=0) as file:
-                key, rank, place = json.loads(file.readline(1000))
-        except (OSError, ValueError, TypeError):
-            key = ""
-        if secrets.compare_digest(str(key), self._key):
-            return Line(connection, rank, place)
-        connection.close()
-        return None
+            connection, _ = self.server.accept()
+        except OSError:  # gone again, or no descriptor is left
+            return None
+        return Caller(connection, self._key)
 
 
-def open_server(host: str, size: int) -> socket.socket:
-    """A server for calls to one address of this machine.
+class Caller:
+    """Somebody who has called rank 0 and has to say who it is; nobody waits for that.
 
     Args:
-        host: The address; where it is that of a gateway, calls to any address are taken.
-        size: Number of ranks.
+        connection: The socket.
+        key: What ranks of the run know.
+
+    Attributes:
+        line: The connection with a rank, once it has said so.
     """
+
+    def __init__(self, connection: socket.socket, key: str) -> None:
+        self.connection, self._key, self._said = connection, key.encode(), b""
+        self.line: Line | None = None
+        connection.setblocking(False)
+
+    def hear(self) -> bool:
+        """Takes what it says; returns whether it is through, a rank or not."""
+        try:
+            data = self.connection.recv(_LONGEST_GREETING)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self._said += data
+        if data and b"\n" not in self._said and len(self._said) < _LONGEST_GREETING:
+            return False
+        try:
+            key, rank, place = json.loads(self._said[:_LONGEST_GREETING])
+            if secrets.compare_digest(str(key).encode(), self._key):
+                self.line = Line(self.connection, int(rank), str(place))
+        except (ValueError, TypeError, RecursionError):
+            pass  # it speaks another language
+        return True
+
+
+def _open(host: str, size: int) -> socket.socket:
+    """A server at one address; where it is that of a gateway, calls to any address are taken."""
     try:
-        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=size)
+        return open_server(host, 0, size)
     except OSError:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        return socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
+        return open_server("", 0, size)
 
 
 def call(store: dist.Store, rank: int) -> Line | None:

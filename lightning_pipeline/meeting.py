@@ -68,11 +68,7 @@ def serve_store(host: str, port: int, world_size: int) -> dist.TCPStore | None:
         ``None`` if the address cannot be taken; the ranks then meet as torch lets them.
     """
     try:
-        if host:
-            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            server = socket.create_server(place[:2], family=family, backlog=max(world_size, 128))
-        else:
-            server = socket.create_server(("", port), backlog=max(world_size, 128))
+        server = open_server(host, port, max(world_size, 128))
     except OSError:
         return None
     return dist.TCPStore(
@@ -84,6 +80,25 @@ def serve_store(host: str, port: int, world_size: int) -> dist.TCPStore | None:
         multi_tenant=True,
         master_listen_fd=server.detach(),
     )
+
+
+def open_server(host: str, port: int, backlog: int) -> socket.socket:
+    """Listens at one address of this machine.
+
+    Args:
+        host: The address; empty: all of them, of IPv4 and IPv6.
+        port: The port; 0: any that is free.
+        backlog: How many may call at once.
+
+    Raises:
+        OSError: If the address is none of this machine, or the port is taken.
+    """
+    if host:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=backlog)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def meet_anew(

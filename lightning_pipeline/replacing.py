@@ -12,6 +12,7 @@ import ctypes
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,25 +128,19 @@ def link(target: Any, path: Any) -> None:
     put(beside(path), Path(path))
 
 
-def remove(path: Any) -> None:
+def erase(path: Any) -> None:
     """Removes the file, link or folder at a path, if there is one; a folder leaves it at once.
 
-    What was left of one, because a process was killed, goes with the next that is removed there.
+    What is left of one, because a process was killed or somebody reads it (on NFS), goes with the
+    next that is removed there.
     """
-    gone = Path(path).with_name(_REMOVED)
-    shutil.rmtree(gone, ignore_errors=True)
+    path = Path(path)
     if _is_folder(path):
-        os.rename(path, gone)
-        path = gone
-    erase(Path(path))
-
-
-def erase(path: Path) -> None:
-    """Removes what nobody looks for any more."""
-    if _is_folder(path):
-        shutil.rmtree(path)
+        os.rename(path, path.with_name(f".{uuid.uuid4().hex}{_REMOVED}"))
     else:
         path.unlink(missing_ok=True)
+    for gone in path.parent.glob(f".*{_REMOVED}"):
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:

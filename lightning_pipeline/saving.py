@@ -175,6 +175,10 @@ class SavingStrategy(FailingStrategy):
     ) -> None:
         if not self._may_save(filepath):
             return
+        with self._saving():
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if any(is_unplaced(tensor) for _, tensor in checkpoints.walk(checkpoint)):
             raise MisconfigurationException(
                 f"No checkpoint can be written to {filepath} before the first batch: the module "

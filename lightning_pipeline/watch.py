@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipeline.lines import PATIENCE, Bell, Exchange, Line, Word, call
+from lightning_pipeline.lines import PATIENCE, Bell, Caller, Exchange, Line, Word, call
 from lightning_pipeline.splitting.torch_private import (
     backends_of,
     default_store,
@@ -37,6 +37,11 @@ GRACE = 3.0
 """Seconds that a rank has to hear of a failure in the order of its work."""
 LIMIT = 7.0
 """Seconds from the failure of one rank to the end of all."""
+ASKED = 20.0
+"""Seconds without a sign of work from any rank, from which on a run that was asked to end counts as
+failed: schedulers kill what is left 30 s after SIGTERM."""
+
+_NEWS = 1.0  # seconds between two signs of work that a rank gives to the others
 
 _PROBE = 2**30
 """A tag that no message has."""
@@ -55,8 +60,8 @@ class Watch(threading.Thread):
         run_number: Number of the run; 0 before the first.
         is_broken: Whether what this rank waited for in the run was broken off: what has come of it
             is worth nothing.
-        moves: Gives a number that grows while this rank works.
-        on_failure: Is called when the first failure of a run is heard of.
+        moves: Gives a number that changes while this rank works.
+        on_failure: Is called once in a run, when the first word of an early end is heard.
         on_sigterm: Is called when a rank was asked to end; the run then goes on to where all ranks
             end together.
         last_resort: Is called before this process ends itself.
@@ -65,18 +70,15 @@ class Watch(threading.Thread):
     def __init__(self, rank: int, size: int, exchange: Exchange | None, line: Line | None) -> None:
         super().__init__(daemon=True, name="pipeline-watch")
         self.rank, self.size, self.run_number = rank, size, 0
-        self.moves: Callable[[], int] = int
-        self.on_failure: Callable[[], None] = _nothing
-        self.on_sigterm: Callable[[], None] = _nothing
-        self.last_resort: Callable[[], None] = _nothing
+        self._forget()
         self._exchange, self._lines = exchange, [line] if line is not None else []
         self._bell, self._selector = Bell(), selectors.DefaultSelector()
         self._changed = threading.Condition()
         self._words: list[Word] = []
         self._ended: dict[int, int] = {}
-        self.is_broken = self._running = self._noticed = False
+        self.is_broken = self._running = self._noticed = self._dumped = self._asked = False
         self._since: float | None = None
-        self._moved = 0
+        self._moved, self._told = 0.0, 0.0
         self._selector.register(self._bell.end, selectors.EVENT_READ, self._hear_bell)
         if exchange is not None:
             self._selector.register(exchange.server, selectors.EVENT_READ, self._answer)
@@ -90,7 +92,7 @@ class Watch(threading.Thread):
         """A run begins."""
         with self._changed:
             self.run_number, self._running = run, True
-            self.is_broken = self._noticed = False
+            self.is_broken = self._noticed = self._dumped = self._asked = False
             self._since = None
             self._words = [w for w in self._words if w.run >= run or w.kind == "left"]
         self._bell.listen()
@@ -102,6 +104,14 @@ class Watch(threading.Thread):
             self._running = False
             self._bell.rest()
             self.say("ended")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of the strategy of a run, and of all that it holds."""
+        self.moves: Callable[[], float] = float
+        self.on_failure: Callable[[], None] = _nothing
+        self.on_sigterm: Callable[[], None] = _nothing
+        self.last_resort: Callable[[], None] = _nothing
 
     def say(self, kind: Any, text: str = "") -> None:
         """Tells all ranks what has happened on this one, in this run."""
@@ -133,22 +143,39 @@ class Watch(threading.Thread):
         """Listens until the process ends."""
         while True:
             soon = 0.2 if self._since is not None and self._running else None
-            for key, _ in self._selector.select(soon):
-                if isinstance(key.data, Line):
-                    self._hear(key.data)
-                else:
-                    key.data()
-            if self._running:
-                self._act()
+            try:
+                for key, _ in self._selector.select(soon):
+                    if isinstance(key.data, Line):
+                        self._hear(key.data)
+                    elif isinstance(key.data, Caller):
+                        self._greet(key.data)
+                    else:
+                        key.data()
+                if self._running:
+                    self._act()
+            except Exception:
+                _write(
+                    f"[rank {self.rank}] goes on watching behind this:\n{traceback.format_exc()}"
+                )
+                time.sleep(1)
 
     def _answer(self) -> None:
         assert self._exchange is not None
-        line = self._exchange.answer()
-        if line is None:
+        caller = self._exchange.answer()
+        if caller is not None:
+            self._selector.register(caller.connection, selectors.EVENT_READ, caller)
+
+    def _greet(self, caller: Caller) -> None:
+        if not caller.hear():
             return
+        self._selector.unregister(caller.connection)
+        line = caller.line
+        if line is None:
+            caller.connection.close()
+            return
+        self._lines.append(line)  # first: the main thread may say something now
         for word in self._words:
             line.send(word)
-        self._lines.append(line)
         self._selector.register(line.connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> None:
@@ -166,7 +193,8 @@ class Watch(threading.Thread):
                     other.send(word)
 
     def _hear_bell(self) -> None:
-        for number in self._bell.heard() if self._running else ():
+        numbers = self._bell.heard()  # or it would wake the thread again
+        for number in numbers if self._running else ():
             handler = signal.getsignal(number)
             interrupts = number == signal.SIGINT and handler is signal.default_int_handler
             if interrupts or number == signal.SIGTERM:
@@ -177,6 +205,9 @@ class Watch(threading.Thread):
         with self._changed:
             if word.kind == "ended":
                 self._ended[word.rank] = word.run
+                return
+            if word.kind == "moves":
+                self._since = time.monotonic() if self._asked else self._since
                 return
             self._words.append(word)
             self._changed.notify_all()
@@ -190,36 +221,54 @@ class Watch(threading.Thread):
         """Does what is due."""
         with self._changed:
             failures = self._failures()
-        raised = {w.rank for w in failures if w.kind == "error"}
+        if not failures:
+            self._since = None
+            return
         asked = all(w.kind == "signal" and "SIGTERM" in w.text for w in failures)
         apart = any(w.kind in ("left", "lost", "stall") for w in failures)
-        if not failures or (len(raised) == self.size and not apart):
+        raised = {w.rank for w in failures if w.kind == "error"}
+        self._notice(failures, asked)
+        if len(raised) == self.size and not apart:
             self._since = None  # all end in order, which may take its time
             return
-        self._notice(failures, asked)
-        now, moved = time.monotonic(), self.moves()
-        if self._since is None or (asked and moved != self._moved):
-            self._since, self._moved = now, moved  # until the end of a step that is under way
+        now = time.monotonic()
+        if self._since is None or asked != self._asked:
+            self._since, self._asked = now, asked
+        if asked:
+            self._look_for_work(now)
+        grace, limit = (ASKED, ASKED + LIMIT - GRACE) if asked else (GRACE, LIMIT)
         waited = now - self._since
-        if waited > LIMIT:
-            self._end_process(failures)
-        elif waited > GRACE and not self.is_broken and (apart or self.rank not in raised):
+        if waited > limit:
+            self._end_process(failures, limit)
+        elif waited > grace and not self.is_broken and (apart or self.rank not in raised):
             self.is_broken = True
             break_off()
 
+    def _look_for_work(self, now: float) -> None:
+        """Starts to wait anew where this rank has moved, and lets the others do so."""
+        moved = self.moves()
+        if moved == self._moved:
+            return
+        self._moved, self._since = moved, now
+        if now - self._told > _NEWS:
+            self._told = now
+            self.say("moves")
+
     def _notice(self, failures: list[Word], asked: bool) -> None:
-        if asked:
-            self.on_sigterm()
-        elif not self._noticed:
+        if not self._noticed:
             self._noticed = True
             self.on_failure()
-            if any(w.kind == "stall" for w in failures):
-                _write(f"[rank {self.rank}] {failures[0].text}\n{stacks()}")
+        if asked:
+            self.on_sigterm()
+        stalls = [w.text for w in failures if w.kind == "stall"]
+        if stalls and not self._dumped:
+            self._dumped = True
+            _write(f"[rank {self.rank}] {stalls[0]}\n{stacks()}")
 
-    def _end_process(self, failures: list[Word]) -> None:
+    def _end_process(self, failures: list[Word], limit: float) -> None:
         why = "\n".join(w.text for w in failures if w.kind != "lost")
         _write(
-            f"\n[rank {self.rank}] is ended, {LIMIT:g} s after a failure that it did not react to."
+            f"\n[rank {self.rank}] is ended, {limit:g} s after a word that it did not react to."
             f"\n{why}\nIt was here:\n{stacks()}"
         )
         with contextlib.suppress(Exception):

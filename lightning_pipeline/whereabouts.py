@@ -13,6 +13,11 @@ from lightning_pipeline.plan import Plan
 
 _DOES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _CARRIES = {"F": "values", "B": "gradients"}
+_PHASES = {
+    "exchange begins": "sending gradients to the replicas",
+    "exchange ends": "waiting for the gradients of the replicas",
+    "optimizer": "in the optimizer's step",
+}
 _WIDTH = 100  # of the names of a stage
 
 
@@ -80,4 +85,6 @@ def describe(activity: Activity | None, mesh: Mesh, plan: Plan | None) -> str:
         return "waiting for the word of all ranks that they begin with the same batch"
     if activity is None:
         return f"between two passes over {held}"
+    if activity in _PHASES:
+        return f"{_PHASES[activity]} of {held}"
     return f"at the end of a pass over {held}, what it sent is not taken yet"

@@ -43,6 +43,13 @@ class Stream(IterableDataset):
         yield from batches(self.lengths[replica], replica)
 
 
+class Boasts(Stream):
+    """Tells a length that it does not keep."""
+
+    def __len__(self):
+        return MOST
+
+
 class Sized(Dataset):
     def __init__(self, lengths):
         replica = own_replica()
@@ -93,7 +100,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("lengths", [(SHORTEST, MOST), (MOST, SHORTEST)], ids=str)
-@pytest.mark.parametrize("kind", [Stream, Sized])
+@pytest.mark.parametrize("kind", [Stream, Boasts, Sized])
 def test_an_epoch_ends_with_the_shortest_loader(kind, lengths):
     """As under DDP where all have as many batches as the shortest."""
     cases = {**FLAGS, "half": {"val_check_interval": 0.5}} if kind is Sized else FLAGS

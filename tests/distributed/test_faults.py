@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -20,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.faults.__main__ import FAULTS, run
 from lightning_pipeline import failing, watch
 from tests.distributed.fits import Script
-from tests.distributed.ranks import RankFailed
+from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.test_exactness import vectors
 from tests.models.modules import Perceptron
 
@@ -32,7 +35,7 @@ class Impatient(Script):
     """A script whose watch lets a second pass where a user's lets more."""
 
     def __call__(self, strategy: Any, devices: int) -> Any:
-        watch.GRACE, watch.LIMIT = 0.5, 2.0
+        watch.GRACE, watch.LIMIT, watch.ASKED = 0.5, 2.0, 1.0
         failing.PATIENCE = timedelta(seconds=1)
         return super().__call__(strategy, devices)
 
@@ -188,6 +191,78 @@ def test_sigterm_of_one_rank_stops_all_behind_a_batch(rank, layout):
     assert "lost its connection" not in text
 
 
+class Patient(Impatient):
+    """One that gives a run that was asked to end the time of a user's."""
+
+    def __call__(self, strategy, devices):
+        self.setup = lambda module: setattr(watch, "ASKED", 20.0)
+        return super().__call__(strategy, devices)
+
+
+class TakesLong(Perceptron):
+    """A layer that needs longer than a rank that has failed is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_pre_hook(self.wait)
+
+    def wait(self, *args: Any) -> None:
+        if self.trainer.global_step == 2:
+            time.sleep(3)
+
+
+def send_soon(trainer: L.Trainer) -> None:
+    threading.Timer(0.3, send, (signal.SIGTERM, trainer)).start()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_waits_for_a_long_step(rank):
+    script = fails(TakesLong, Happens(rank, send_soon), script=Patient)
+    text = ended(script, schedule="GPipe", num_microbatches=1)
+    assert text.count("SIGTERMException") >= 2 and "lost its connection" not in text, text
+
+
+class SavesSlowly(L.Callback):
+    """All ranks save, and one is asked to end meanwhile; rank 0 writes for a long time."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx != 1:
+            return
+        io = trainer.strategy.checkpoint_io
+        save = io.save_checkpoint
+
+        def slowly(*args: Any, **kwargs: Any) -> None:
+            time.sleep(3)
+            save(*args, **kwargs)
+
+        io.save_checkpoint = slowly
+        if trainer.global_rank == 1:
+            send_soon(trainer)
+        trainer.save_checkpoint(self.path)
+
+
+def test_sigterm_waits_for_a_checkpoint(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    text = ended(fails(Perceptron, SavesSlowly(str(path))))
+    assert text.count("SIGTERMException") >= 2 and "is ended" not in text, text
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize(
+    "words", ["no label server: connection refused", "DataLoader timed out after 5 seconds"]
+)
+def test_words_of_the_user_are_not_taken_for_those_of_groups(words):
+    def complain(trainer: L.Trainer) -> None:
+        raise RuntimeError(words)
+
+    text = ended(fails(Perceptron, Happens(1, complain)))
+    assert re.search(rf"Rank 1 failed between .*: RuntimeError: {words}", text)
+    assert "in complain\n" in text and "PipelineStrategy(timeout=" not in text
+
+
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_rank_that_sits_still_is_ended(failing_rank, capfd):
     """It is in the user's code, where no exception reaches it."""
@@ -264,6 +339,59 @@ class Leaves(Impatient):
 
 def test_a_rank_that_has_ended_its_run_may_leave():
     assert fails(script=Leaves).pipelined(2) == [0, 0]
+
+
+def rests(trainer: L.Trainer, module: L.LightningModule) -> float:
+    begun = time.process_time()
+    time.sleep(1)
+    return time.process_time() - begun
+
+
+def test_a_run_that_is_over_takes_no_time():
+    script = fails()
+    script.after = rests
+    assert max(run.extra for run in script.pipelined(2)) < 0.2
+
+
+def alive_behind(error: type[BaseException] | None) -> list[bool]:
+    """Whether the module, the Trainer and a local of what failed are there behind a run."""
+    torch.set_default_dtype(torch.float64)
+    found: list[Any] = []
+
+    class Large:
+        pass
+
+    def fail(trainer: L.Trainer) -> None:
+        large = Large()
+        found.append(weakref.ref(large))
+        if error is not None:
+            raise error
+
+    module = Perceptron()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="pipeline",
+        max_steps=3,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Happens(0, fail), Happens(1, fail)],
+    )
+    with contextlib.suppress(ValueError):
+        trainer.fit(module, DataLoader(vectors(64)[0], 16))
+    found += [weakref.ref(module), weakref.ref(trainer)]
+    del module, trainer
+    gc.unfreeze()  # a forked process has what was there before put aside
+    gc.collect()
+    return [each() is not None for each in found]
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_nothing_of_a_run_stays_in_memory(error):
+    assert run_ranks(2, alive_behind, error) == [[False] * 3] * 2
 
 
 def test_a_forked_process_has_no_part_in_the_watch():

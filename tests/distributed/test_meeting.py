@@ -17,10 +17,10 @@ RANKS = 3
 GONE = json.dumps(["127.0.0.1", 1, "gone"])
 
 
-@pytest.fixture
-def agent():
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def agent(request):
     """The store of torchrun, in which an earlier start has left what it could."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(request.param, 0, is_master=True, wait_for_workers=False)
     left = dist.PrefixStore("lightning_pipeline/starts", store)
     for rank in range(1, RANKS):
         left.set(f"call/{rank}", f"early{rank}")
@@ -29,8 +29,12 @@ def agent():
     return store
 
 
-def variables(store, **more):
-    return {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", **more}
+def variables(store):
+    return {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def start(one_host):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import sys
 
 import pytest
 
 from lightning_pipeline import replacing
-from lightning_pipeline.replacing import beside, link, mend, put, remove, whole_file
+from lightning_pipeline.replacing import beside, erase, link, mend, put, whole_file
 
 
 def make(path, kind, text):
@@ -46,7 +48,7 @@ def replace(path, kind):
     elif kind == "link":
         link(path.with_name("target of new"), path)
     else:
-        remove(path)
+        erase(path)
 
 
 def killed(number, function, *args):
@@ -95,12 +97,41 @@ def test_killed_before_any_step_of_a_replacement(tmp_path, monkeypatch, old, new
         assert text_of(path) in allowed
         others = {each.name for each in folder.iterdir() if not each.name.startswith("target")}
         others -= {path.name}
-        assert others <= {".last-one.ckpt.part", ".last-one.ckpt.old", ".removed.part"}
+        others = {name for name in others if not re.fullmatch(r"\.\w{32}\.removed\.part", name)}
+        assert others <= {".last-one.ckpt.part", ".last-one.ckpt.old"}
         replace(path, new)
         assert text_of(path) == ("new" if new != "nothing" else None)
         left = {each.name for each in folder.iterdir() if not each.name.startswith("target")}
         assert left == ({path.name} if new != "nothing" else set())
     assert number > 1
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["", "no exchange"])
+def test_an_old_folder_that_somebody_reads_is_in_nobodys_way(tmp_path, monkeypatch, exchange):
+    """On NFS what a process reads is there until it has read it, and its folder with it."""
+    if not exchange:
+        monkeypatch.setattr(replacing, "_exchange", lambda *_: False)
+    in_use, path = [True], tmp_path / "last.ckpt"
+
+    def rmtree(folder, ignore_errors=False):
+        if not in_use[0]:
+            return whole_rmtree(folder, ignore_errors=ignore_errors)
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", folder)
+
+    whole_rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    make(path, "folder", "old")
+    for _ in range(2):
+        replace(path, "folder")
+        assert text_of(path) == "new"
+    for _ in range(2):
+        make(tmp_path / "other.ckpt", "folder", "old")
+        erase(tmp_path / "other.ckpt")
+        assert not (tmp_path / "other.ckpt").exists()
+    in_use[0] = False
+    erase(tmp_path / "nothing")
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):

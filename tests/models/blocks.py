@@ -111,6 +111,8 @@ NOT_CALLED = ("list", "shared", "merged dims", "parameter", "buffer", "noise", "
 RANDOM = ("dropout", "functional dropout", "noise")
 SEVERAL_USES = ("twice", "first again", "shared", "tied", "merged dims", "parameter", "complex")
 """Blocks whose weights others use as well: the parts of a gradient add up in another order."""
+OTHER_STRIDES = ("convolution",)
+"""Blocks whose output is not contiguous, as which it travels: products of it round differently."""
 NEEDS_WIDE_NUMBERS = ("recurrence", "complex", "spectral norm", "weight norm", "reads values")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -36,15 +37,56 @@ def test_words_arrive_whole_however_they_are_cut():
     assert line.receive() is None
 
 
-def test_only_ranks_of_the_run_are_answered():
+def answered(exchange):
+    """The rank that calls, once it has said all; ``None`` if it is none."""
+    caller = None
+    while caller is None:
+        caller = exchange.answer()
+    while not caller.hear():
+        pass
+    if caller.line is None:
+        caller.connection.close()
+    return caller.line
+
+
+STRANGERS = {
+    "a guess": json.dumps(["a guess", 1, "here"]).encode() + b"\n",
+    "another language": b'["\\u00e9", 1, "here"]\n',
+    "deep": b"[" * 999 + b"\n",
+    "no list": b"GET / HTTP/1.1\r\n\r\n",
+    "endless": b"[1" * 600,
+    "no rank": b"",
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_not_answered(said):
+    exchange = Exchange(dist.HashStore(), ["localhost"], 2)
+    assert exchange.answer() is None
+    stranger = socket.create_connection(exchange.server.getsockname()[:2])
+    stranger.sendall(said)
+    stranger.shutdown(socket.SHUT_WR)
+    assert answered(exchange) is None
+    with pytest.raises(ConnectionError) if len(said) > 1000 else contextlib.nullcontext():
+        assert stranger.recv(1) == b""
+    exchange.server.close()
+
+
+def test_nobody_waits_for_one_who_calls_and_says_nothing():
+    exchange = Exchange(dist.HashStore(), ["localhost"], 2)
+    stranger = socket.create_connection(exchange.server.getsockname()[:2])
+    caller = exchange.answer() or exchange.answer()
+    for byte in b"[1, ":
+        stranger.sendall(bytes([byte]))
+        assert not caller.hear()
+    exchange.server.close()
+
+
+def test_ranks_of_the_run_are_answered():
     store = dist.HashStore()
     exchange = Exchange(store, ["nowhere.invalid", "localhost"], 2)
-    port = exchange.server.getsockname()[1]
-    stranger = socket.create_connection(("localhost", port))
-    stranger.sendall(json.dumps(["a guess", 1, "here"]).encode() + b"\n")
-    assert exchange.answer() is None and stranger.recv(1) == b""
     line = call(store, 1)
-    known = exchange.answer()
+    known = answered(exchange)
     assert known.peer == 1 and known.place.startswith("process ")
     line.send(Word("lost", 4, 1, "x" * 100_000))
     received = []
@@ -69,6 +111,24 @@ def test_a_bell_tells_signals_from_rings():
     bell._other.send(bytes([15]))
     assert bell.heard() == {15} and bell.heard() == set()
     bell.close()
+
+
+ERRORS = [Word("error", 1, rank, "failed") for rank in (0, 1)]
+
+
+def test_a_launcher_kills_no_rank_that_saves_although_all_have_failed(monkeypatch):
+    monkeypatch.setattr(watch, "GRACE", 0.0)
+    there = SimpleNamespace(WORLD=SimpleNamespace)
+    monkeypatch.setattr(watch, "dist", SimpleNamespace(group=there))
+    told = []
+    made = watch.Watch(0, 2, None, None)
+    made.begin(1)
+    made.on_failure = lambda: told.append(1)
+    for word in ERRORS:  # both are there before it looks
+        made._take(word)
+    made._act()
+    made._bell.close()
+    assert told == [1] and made._since is None and not made.is_broken
 
 
 class Backend:

@@ -195,28 +195,42 @@ def growth(counts: Counts, name: str) -> float:
     return float(np.polyfit(steps[late], values[late], 1)[0])
 
 
-NAMES = {"memory": "memory, MB", "objects": "Python objects"}
-"""What the picture shows."""
+NAMES = {
+    "memory": "memory, MB\nmore than at first",
+    "objects": "Python objects\nmore than at first",
+    "recordings": "recordings",
+    "files": "open files",
+    "threads": "threads",
+}
+"""What the picture shows, from top to bottom."""
 
 
 def draw(found: Mapping[str, Sequence[Counts]], path: Path) -> None:
-    """Draws memory and objects of all ranks over the steps, a column a case."""
+    """Draws what all ranks hold over the steps, a column a case."""
     rcParams.update({"svg.hashsalt": "longrun", "svg.fonttype": "none", "font.size": 9})
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    rows: Any = figure.subplots(2, len(found), squeeze=False, sharex="col", sharey="row")
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    rows: Any = figure.subplots(len(NAMES), len(found), squeeze=False, sharex="col", sharey="row")
     for column, (case, ranks) in enumerate(found.items()):
         for axes, name in zip(rows[:, column], NAMES, strict=True):
             for rank, counts in enumerate(ranks):
-                values = np.array(counts[name]) / (1e6 if name == "memory" else 1)
-                axes.plot(counts["step"], values, linewidth=1, label=f"rank {rank}")
-            axes.set_ylim(bottom=0)
+                axes.plot(counts["step"], _shown(counts, name), linewidth=1, label=f"rank {rank}")
             axes.grid(alpha=0.3)
         rows[0, column].set_title(case)
-        rows[1, column].set_xlabel("step")
+        rows[-1, column].set_xlabel("step")
     for axes, label in zip(rows[:, 0], NAMES.values(), strict=True):
         axes.set_ylabel(label)
+        _, top = axes.get_ylim()
+        if "first" not in label:
+            axes.set_ylim(0, 1.3 * top)
     rows[0, 0].legend(loc="lower right", fontsize=7)
     figure.savefig(path, metadata={"Date": None})
+
+
+def _shown(counts: Counts, name: str) -> np.ndarray[Any, Any]:
+    values = np.array(counts[name])
+    if "first" in NAMES[name]:
+        values = values - values[0]
+    return values / 1e6 if name == "memory" else values
 
 
 def table(found: Mapping[str, Sequence[Counts]]) -> str:

@@ -14,10 +14,11 @@ from tests.distributed.draws import draw_from
 from tests.distributed.trials import examine, simplify
 
 FEW = range(40)
+REFUSED = {15, 17, 26, 29}  # of the few; all others are as on one device
 FIRST, COUNT = int(os.environ.get("SEED", "0")), int(os.environ.get("DRAWS", "0"))
 
 
-def check(seed: int) -> None:
+def check(seed: int) -> str:
     draw = draw_from(seed)
     outcome = examine(draw)
     if not outcome.is_right:
@@ -26,11 +27,12 @@ def check(seed: int) -> None:
             f"again by: make test-fuzz SEED={seed} DRAWS=1",
             pytrace=False,
         )
+    return outcome.kind
 
 
 @pytest.mark.parametrize("seed", FEW)
 def test_few_draws(seed: int) -> None:
-    check(seed)
+    assert check(seed) == ("refused" if seed in REFUSED else "equal")
 
 
 @pytest.mark.fuzz

@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 DRAWS ?= 500
 SEED ?= $(shell date +%s000)
@@ -18,7 +19,8 @@ help:
 	@echo "make lint                                                ruff and mypy"
 	@echo "make audit                                               known faults of what constraints.txt pins"
 	@echo "make clean                                               remove what was built and run"
-	@echo "PYTHON=python3.12 chooses the interpreter of a new $(VENV)"
+	@echo "PYTHON=python3.12 chooses the interpreter of a new $(VENV),"
+	@echo "CONSTRAINTS=tests/oldest.txt other versions for it"
 
 train: $(VENV)/.installed-examples
 	$(BIN)/lightning-pipeline train $(ARGS)
@@ -59,7 +61,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp for each extra: what a target needs is installed once, and again when it changes.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(INSTALL) -e ".[$*]"
 	$(if $(filter test dev,$*),$(INSTALL) --no-deps timm)
 	@touch $@

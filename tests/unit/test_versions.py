@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import lightning_pipeline
 from lightning_pipeline import versions
@@ -34,6 +35,15 @@ def test_the_ranges_are_those_of_the_package() -> None:
     for name, allowed in versions.RANGES.items():
         (declared,) = re.findall(rf'^    "{name}([<>=~!].*)",$', text, re.MULTILINE)
         assert SpecifierSet(allowed) == SpecifierSet(declared), name
+
+
+def test_the_oldest_versions_are_those_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    pins = re.findall(r"^([\w-]+)==(.+)$", (ROOT / "tests/oldest.txt").read_text(), re.MULTILINE)
+    assert {name for name, _ in pins} > set(versions.RANGES)
+    for name, version in pins:
+        (oldest,) = re.findall(rf'^    "{name}>=([\d.]+)[",]', text, re.MULTILINE)
+        assert Version(oldest) == Version(version), name
 
 
 @pytest.mark.parametrize(

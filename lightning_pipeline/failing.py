@@ -52,7 +52,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
-_TOLD = "_pipeline_has_told"
+_TOLD = "has_been_told"
 _SIGTERM_CODE = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 

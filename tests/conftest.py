@@ -19,7 +19,7 @@ _SLOW = ("tests/distributed/", "tests/unit/test_splitting_zoo.py")
 _FEW = 4
 """Cases of one test function that a quick run takes all."""
 
-_SHARE = 0.15
+_SHARE = 0.12
 """Share of the cases that a quick run takes where there are more."""
 
 _GOLDEN = 0.6180339887498949

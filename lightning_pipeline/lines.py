@@ -130,16 +130,18 @@ class Caller:
     def hear(self) -> bool:
         """Takes what it says; returns whether it is through, a rank or not."""
         try:
-            data = self.connection.recv(_LONGEST_GREETING)
+            data = self.connection.recv(_LONGEST_GREETING, socket.MSG_PEEK)
+            end = data.find(b"\n") + 1 or len(data)
+            data = self.connection.recv(end)  # what comes behind the greeting are words
         except BlockingIOError:
             return False
         except OSError:
             return True
         self._said += data
-        if data and b"\n" not in self._said and len(self._said) < _LONGEST_GREETING:
+        if data and not data.endswith(b"\n") and len(self._said) < _LONGEST_GREETING:
             return False
         try:
-            key, rank, place = json.loads(self._said[:_LONGEST_GREETING])
+            key, rank, place = json.loads(self._said)
             if secrets.compare_digest(str(key).encode(), self._key):
                 self.line = Line(self.connection, int(rank), str(place))
         except (ValueError, TypeError, RecursionError):

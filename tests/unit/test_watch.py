@@ -86,9 +86,9 @@ def test_ranks_of_the_run_are_answered():
     store = dist.HashStore()
     exchange = Exchange(store, ["nowhere.invalid", "localhost"], 2)
     line = call(store, 1)
+    line.send(Word("lost", 4, 1, "x" * 100_000))  # before anybody has heard the greeting
     known = answered(exchange)
     assert known.peer == 1 and known.place.startswith("process ")
-    line.send(Word("lost", 4, 1, "x" * 100_000))
     received = []
     while not received:
         received = known.receive()

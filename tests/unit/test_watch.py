@@ -67,7 +67,7 @@ def test_strangers_are_not_answered(said):
     stranger.sendall(said)
     stranger.shutdown(socket.SHUT_WR)
     assert answered(exchange) is None
-    with pytest.raises(ConnectionError) if len(said) > 1000 else contextlib.nullcontext():
+    with contextlib.suppress(ConnectionError):  # where not all was read
         assert stranger.recv(1) == b""
     exchange.server.close()
 

@@ -190,8 +190,9 @@ def test_killed_in_a_save(tmp_path, whole, way, together):
     expected, numbers = whole(way)
     draw = random.Random(f"{way} {together}")
     rank = draw.choice([rank for rank in range(2) if numbers[rank]])
-    # The second half: there is something to lose.
-    event = draw.randint(numbers[rank] // 2, numbers[rank])
+    # The second half: there is something to lose. Either rank may be the one to make a folder.
+    half = numbers[rank] // 2
+    event = draw.randint(half, max(half, numbers[rank] - STEPS // EVERY))
     goes_on(way, tmp_path / "run", expected, rank=rank, event=event, together=together)
 
 

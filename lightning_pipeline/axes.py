@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.hooks import seeds_workers
 from lightning_pipeline.lightning_private import deals_out_data
 from lightning_pipeline.meeting import meet
@@ -88,7 +89,16 @@ class AxesStrategy(DDPStrategy):
             timeout = self._timeout or default_pg_timeout
             place = environment, self.global_rank, self.world_size
             server = meet(*place, self.num_nodes == 1, timeout)
-        super().setup_distributed()
+        try:
+            super().setup_distributed()
+        except dist.DistError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise PipelineError(
+                f"Rank {self.global_rank} has waited for the others to start for longer than "
+                f"timeout={self._timeout} of the strategy, which their start must fit into. Set a "
+                "longer PipelineStrategy(timeout=timedelta(minutes=5)), or see what they say."
+            ) from error
         del server  # the process group has it now
 
     @override

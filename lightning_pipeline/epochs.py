@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -25,6 +26,7 @@ class _Together(PrefetchDataFetcher):
     """A fetcher that ends as soon as that of one rank does."""
 
     ranks: Ranks
+    has_told = False
     _is_alike: bool | None = None
 
     @override
@@ -48,6 +50,9 @@ class _Together(PrefetchDataFetcher):
         own = _NONE if item is None else _LAST if self.done else _MORE
         all_have = self.ranks.least(own)
         self.done = all_have < _MORE
+        if all_have < min(own, _MORE) and not self.has_told:
+            self.has_told = True
+            _tell("where the shortest loader of all ranks ends; this rank's had more")
         if all_have == _NONE:
             raise StopIteration
         return item
@@ -78,6 +83,14 @@ def end_together(trainer: Trainer) -> None:
     handle_fetcher(trainer, handle)
 
 
+def _tell(where: str) -> None:
+    warnings.warn(
+        f"Each epoch of training ends {where}. If they should be equally long, look for what a "
+        "rank could not read.",
+        stacklevel=2,
+    )
+
+
 def _length(fetcher: PrefetchDataFetcher) -> int:
     return _UNKNOWN if fetcher.length is None else fetcher.length
 
@@ -91,6 +104,7 @@ def _promised(fetcher: PrefetchDataFetcher) -> int:
 
 def _shorten(trainer: Trainer, fetcher: PrefetchDataFetcher, length: int) -> None:
     """Lets epochs have as many batches as the loader of another rank."""
+    _tell(f"after {length} batches, as the shortest loader of all ranks has; this rank's has more")
     loader = fetcher.combined_loader
     loader.limits = [min(limit, length) for limit in loader.limits or [length]]
     trainer.fit_loop.max_batches = fetcher.length = length

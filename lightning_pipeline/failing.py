@@ -160,7 +160,9 @@ class FailingStrategy(AxesStrategy):
         position = self._position
         if self._mesh is None:
             return "before its stages were made"
-        return describe(None if position is None else position.activity, self.mesh, self.plan)
+        if position is None or position.count == 0:
+            return "before its first pass"
+        return describe(position.activity, self.mesh, self.plan)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -194,6 +196,7 @@ class FailingStrategy(AxesStrategy):
         """
         if isinstance(error, SIGTERMException):
             error.code = _SIGTERM_CODE
+            self._tell_of_sigterm()
         text, watch = str(error), self._watch
         of_groups = isinstance(error, RuntimeError) and _is_of_groups(error)
         broken = isinstance(error, RuntimeError) and self._is_broken
@@ -219,6 +222,12 @@ class FailingStrategy(AxesStrategy):
         if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"{head}.")
         return error
+
+    def _tell_of_sigterm(self) -> None:
+        """Says on rank 0 which rank was sent SIGTERM: the exception has no words."""
+        cause = None if self._watch is None else self._watch.cause(0.5)
+        if self.is_global_zero and cause is not None and cause.kind == "signal":
+            print(f"{cause.text} All ranks end.", file=sys.stderr, flush=True)
 
     def through(self) -> None:
         """This rank is through with the run, in whatever way: nothing ends its process now."""
@@ -320,7 +329,8 @@ class FailingStrategy(AxesStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = self._reported = True
         shorten(exception)
-        if not isinstance(exception, KeyboardInterrupt) and not self.is_global_zero:
+        silent = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if not silent and not self.is_global_zero:
             # At once: rank 0 may end this process before it gets to say it at its end.
             text = "".join(traceback.format_exception(exception))
             if exception is self._lost:  # rank 0 tells all of it

@@ -12,6 +12,7 @@ from signal import SIGKILL
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from typing_extensions import override
 
 from lightning_pipeline.lightning_private import (
@@ -58,6 +59,8 @@ class Telling:
             raise
         except BaseException as error:
             other = self.strategy.told(error)
+            with contextlib.suppress(Exception):  # into torchrun's own report, if it is there
+                get_error_handler().record_exception(other)
             if other is error:
                 raise
             raise other from other.__cause__

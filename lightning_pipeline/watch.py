@@ -368,8 +368,9 @@ def stacks() -> str:
 def _left(rank: int, place: str) -> str:
     where = f" ({place})" if place else ""
     return (
-        f"Rank {rank}{where} is gone without a word, as a process is by SIGKILL: by hand, by the "
-        "kernel when memory runs out (see dmesg), by a scheduler or with its host."
+        f"Rank {rank}{where} is gone without a word, as a process is by SIGKILL (by hand, by the "
+        "kernel when memory runs out, see dmesg, or by a scheduler), by a crash in C code or with "
+        "its host."
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_pipeline import epochs
 from tests.distributed.feeds import Several, feeds
 from tests.distributed.fits import Script, distance, rows
 from tests.distributed.ranks import RankFailed
@@ -111,6 +112,16 @@ def test_an_epoch_ends_with_the_shortest_loader(kind, lengths):
         for name, wanted in expected[rank % REPLICAS].items():
             assert run[name].extra == wanted.extra, name
             assert distance(run[name], wanted) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("kind", [Stream, Sized])
+def test_ranks_that_have_more_are_told_once(kind, monkeypatch):
+    told = []
+    monkeypatch.setattr(epochs, "_tell", told.append)
+    script = fit(kind, (SHORTEST, MOST))
+    script.after = lambda trainer, module: list(told)
+    runs = [run.extra for run in script.pipelined(2, REPLICAS)]
+    assert [len(run) for run in runs] == [0, 1, 0, 1] and "shortest" in runs[1][0]
 
 
 def test_a_replica_without_a_batch_ends_the_epoch():

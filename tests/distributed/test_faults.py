@@ -185,10 +185,12 @@ def test_a_failure_of_rank_0_ends_all(kind, layout):
 
 @pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_of_one_rank_stops_all_behind_a_batch(rank, layout):
+def test_sigterm_of_one_rank_stops_all_behind_a_batch(rank, layout, capfd):
     text = ended(fails(Perceptron, Happens(rank, partial(send, signal.SIGTERM))), *layout)
     assert text.count("SIGTERMException") >= layout[0] * layout[1], text
     assert "lost its connection" not in text
+    told = rf"^Rank {rank} \(process \d+\) was sent SIGTERM\. All ranks end\.$"
+    assert len(re.findall(told, capfd.readouterr().err, re.MULTILINE)) == 1
 
 
 class Patient(Impatient):

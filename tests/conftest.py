@@ -16,10 +16,10 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 _SLOW = ("tests/distributed/", "tests/unit/test_splitting_zoo.py")
-_FEW = 4
+_FEW = 2
 """Cases of one test function that a quick run takes all."""
 
-_SHARE = 0.12
+_SHARE = 0.08
 """Share of the cases that a quick run takes where there are more."""
 
 _GOLDEN = 0.6180339887498949

@@ -569,6 +569,7 @@ def compared(names: list[str], arguments: dict[str, Any]) -> None:
     assert {n: d for n, d in differences.items() if max(d) > TOLERANCE} == {}
 
 
+@pytest.mark.slow
 def test_what_changes_between_batches_is_seen() -> None:
     compared(list(CASES), {})
 

@@ -73,6 +73,7 @@ def reference():
     return SCRIPT.plain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_twenty_lengths_in_turn_build_nothing_anew(schedule):
     runs = SCRIPT.pipelined(2, schedule=schedule, num_microbatches=2)

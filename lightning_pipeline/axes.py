@@ -22,6 +22,7 @@ from lightning_pipeline.hooks import seeds_workers
 from lightning_pipeline.lightning_private import deals_out_data
 from lightning_pipeline.meeting import meet
 from lightning_pipeline.mesh import Mesh, Scope, control_device, with_host
+from lightning_pipeline.reporting import has_timed_out
 
 
 class AxesStrategy(DDPStrategy):
@@ -92,7 +93,7 @@ class AxesStrategy(DDPStrategy):
         try:
             super().setup_distributed()
         except dist.DistError as error:
-            if "timed out" not in str(error).lower():
+            if not has_timed_out(error):
                 raise
             raise PipelineError(
                 f"Rank {self.global_rank} has waited for the others to start for longer than "

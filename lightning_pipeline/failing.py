@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import os
-import re
 import socket
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_pipeline import errors
 from lightning_pipeline.axes import AxesStrategy
-from lightning_pipeline.errors import PipelineError, SplitError
+from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.launching import ProcessLauncher, Requeue, ScriptLauncher, hear_signals
 from lightning_pipeline.lightning_private import keeps_link_to_last, trainer_of
 from lightning_pipeline.lines import Word
 from lightning_pipeline.mesh import control_device
 from lightning_pipeline.plan import Plan
+from lightning_pipeline.reporting import (
+    has_lost_peer,
+    has_timed_out,
+    say_no_more_of,
+    shorten,
+    shortened,
+)
 from lightning_pipeline.splitting.torch_private import default_store
 from lightning_pipeline.watch import Watch, connect
 from lightning_pipeline.whereabouts import Position, describe
@@ -40,19 +39,6 @@ from lightning_pipeline.whereabouts import Position, describe
 PATIENCE = timedelta(seconds=4)
 """How long a rank that was interrupted waits for the others to be interrupted too."""
 
-_OURS, *_OTHERS = (
-    str(Path(str(module.__file__)).parent) + os.sep for module in (errors, lightning, torch)
-)
-_GROUPS = str(Path(str(dist.__file__)).parent) + os.sep
-_LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
-
-_LOST_PEER = re.compile(
-    "connection (closed|reset) by peer|caused pair closure|broken pipe|connection refused"
-    "|nccl communicator was aborted",
-    re.IGNORECASE,
-)
-_TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
-_TOLD = "has_been_told"
 _SIGTERM_CODE = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
@@ -197,10 +183,9 @@ class FailingStrategy(AxesStrategy):
         if isinstance(error, SIGTERMException):
             error.code = _SIGTERM_CODE
             self._tell_of_sigterm()
-        text, watch = str(error), self._watch
-        of_groups = isinstance(error, RuntimeError) and _is_of_groups(error)
+        watch = self._watch
         broken = isinstance(error, RuntimeError) and self._is_broken
-        if broken or (of_groups and _LOST_PEER.search(text)):
+        if broken or has_lost_peer(error):
             self._failed, cause = True, None
             if watch is not None:
                 watch.say("lost")
@@ -208,15 +193,15 @@ class FailingStrategy(AxesStrategy):
             self._lost = PipelineError(self._consequence(cause))
             self._lost.__cause__ = error if cause is None else None
             return self._lost
-        if of_groups and dist.is_initialized() and _TIMED_OUT.search(text):
+        if dist.is_initialized() and has_timed_out(error):
             self._failed = True
-            stall = PipelineError(self._stalled(text))
+            stall = PipelineError(self._stalled(str(error)))
             if watch is not None:
                 watch.say("stall", str(stall))
             return stall
         head = f"Rank {self.global_rank} failed {self._place()}"
         if watch is not None:
-            trace = _shortened(error)
+            trace = shortened(error)
             kind = traceback.format_exception_only(type(error), error)[-1].strip()
             watch.say("error", f"{head}: {kind}\n{trace}")
         if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
@@ -337,64 +322,4 @@ class FailingStrategy(AxesStrategy):
                 text = str(exception).partition("\nTraceback")[0] + "\n"
             sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
             sys.stderr.flush()
-            _say_no_more_of(exception)
-
-
-def shorten(error: BaseException) -> None:
-    """Leaves the user's own frames of an error that was raised on purpose, to tell the user.
-
-    Its text says what is wrong and where. What torch or Python raised before is dropped if the text
-    has the place of it too.
-    """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames:
-        return
-    frame, line = frames[-1]
-    file = frame.f_code.co_filename
-    raised = linecache.getline(file, line).strip().startswith("raise ")
-    if not (raised and file.startswith(_OURS)):
-        return
-    trace = None
-    for frame, line in reversed(frames):
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            trace = TracebackType(trace, frame, frame.f_lasti, line)
-    error.__traceback__ = trace  # a bare raise goes on with it, from Python 3.11 on
-    if isinstance(error, SplitError) and error.location is not None:
-        error.__cause__, error.__suppress_context__ = None, True
-
-
-def _is_of_groups(error: BaseException) -> bool:
-    """Whether process groups have raised it, and not the user's code, whose words may be alike."""
-    if isinstance(error, PipelineError):
-        return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, dist.DistError) or not frames:
-        return True
-    return frames[-1].f_code.co_filename.startswith((_OURS, _GROUPS))
-
-
-def _shortened(error: BaseException) -> str:
-    """The text of an error that goes on as it is."""
-    kept = error.__traceback__, error.__cause__, error.__suppress_context__
-    shorten(error)
-    text = "".join(traceback.format_exception(error))
-    error.__traceback__, error.__cause__, error.__suppress_context__ = kept
-    return text
-
-
-def _say_no_more_of(error: BaseException) -> None:
-    """Keeps Python from printing ``error`` a second time when the process ends with it."""
-    error.__dict__[_TOLD] = True
-    if sys.excepthook is not _show_news:
-        _hooks.append(sys.excepthook)
-        sys.excepthook = _show_news
-
-
-_hooks: list[Callable[..., Any]] = []  # what showed errors before
-
-
-def _show_news(
-    kind: type[BaseException], value: BaseException, trace: TracebackType | None
-) -> None:
-    if not value.__dict__.get(_TOLD):
-        _hooks[-1](kind, value, trace)
+            say_no_more_of(exception)

@@ -1,7 +1,9 @@
-"""Where the processes of one host meet: at the address that they were told, and nowhere else.
+"""Where the processes of a run meet.
 
-torch's store listens at every address of the machine whatever ``MASTER_ADDR`` says (pytorch issue
-173909), and gloo at the one that the host's name has. Both let in whoever calls.
+On one host that is the address that they were told, and nowhere else: torch's store listens at
+every address of the machine whatever ``MASTER_ADDR`` says (pytorch issue 173909), and gloo at the
+one that the host's name has. Both let in whoever calls. Where torchrun may start a job again, each
+start meets at a store of its own.
 """
 
 from __future__ import annotations

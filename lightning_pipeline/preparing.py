@@ -85,16 +85,7 @@ class Preparer:
         accumulated: int,
         count: int | None,
     ) -> StepPass:
-        """A batch as the engine runs it.
-
-        Args:
-            step: Name of the step method.
-            args: Its arguments, the batch first.
-            trains: Whether to run the backward.
-            scale: Factor of the loss in the backward.
-            accumulated: Number of batches whose gradients are averaged.
-            count: Number of this batch in the run, for its random numbers; ``None`` counts here.
-        """
+        """A batch as the engine runs it; the arguments are those of `Pipeline.run`."""
         held = self._placed.held
         assert held is not None, "no batch has been seen yet"
         batch, rest = args[0], args[1:]

@@ -130,9 +130,8 @@ def _blocks(against: str) -> list[str]:
     """Those that such a comparison can be made with."""
     left_out = set(EACH_MICROBATCH) if against != "microbatches" else set()
     left_out |= set(RANDOM) if against != "GPipe" else set()
-    left_out |= (
-        {*NEEDS_WIDE_NUMBERS, *SEVERAL_USES, *OTHER_STRIDES} if against == "rounding" else set()
-    )
+    if against == "rounding":
+        left_out |= {*NEEDS_WIDE_NUMBERS, *SEVERAL_USES, *OTHER_STRIDES}
     return [name for name in BLOCKS if name not in left_out]
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import callbacks as cb
 
-from lightning_pipeline import failing
+from lightning_pipeline import failing, reporting
 from lightning_pipeline.errors import PipelineError
 from tests.distributed.fits import Script
 from tests.distributed.ranks import RankFailed
@@ -192,14 +192,21 @@ def test_errors_that_are_not_ours_keep_their_traceback():
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Linear(2, 3)(torch.zeros(1, 5))
     before = traceback.format_exception(caught.value)
-    failing.shorten(caught.value)
+    reporting.shorten(caught.value)
     assert traceback.format_exception(caught.value) == before and "torch" in "".join(before)
 
 
 def test_an_error_that_was_told_is_not_printed_again(monkeypatch):
     shown, told, other = [], KeyError("told"), KeyError("other")
     monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: shown.append(value))
-    failing._say_no_more_of(told)
+    reporting.say_no_more_of(told)
     for error in (told, other):
         sys.excepthook(KeyError, error, None)
     assert shown == [other]
+    ours = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *args: ours(*args))  # somebody else's
+    reporting.say_no_more_of(told)
+    reporting.say_no_more_of(told)
+    for error in (told, other):
+        sys.excepthook(KeyError, error, None)
+    assert shown == [other, other]

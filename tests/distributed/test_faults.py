@@ -425,3 +425,6 @@ def test_launchers(fault, launcher):
         seen += "|process 1 terminated with signal SIGKILL"
     assert re.search(seen, end.output)
     assert "is not attached to a `Trainer`" not in end.output
+    if launcher == "torchrun" and "error" in fault:  # its own report, the last on the terminal
+        report = end.output.partition("Root Cause")[2]
+        assert "rank      : 1" in report and "a layer fails" in report

@@ -67,7 +67,8 @@ def test_strangers_are_not_answered(said):
     stranger.sendall(said)
     stranger.shutdown(socket.SHUT_WR)
     assert answered(exchange) is None
-    with contextlib.suppress(ConnectionError):  # where not all was read
+    is_read = len(said) <= 1000 and said.count(b"\n") <= 1
+    with contextlib.nullcontext() if is_read else contextlib.suppress(ConnectionError):
         assert stranger.recv(1) == b""
     exchange.server.close()
 

@@ -1,0 +1,106 @@
+"""Whose an error is, and what of it is told to the user."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+
+from lightning_pipeline import errors
+from lightning_pipeline.errors import PipelineError, SplitError
+
+_OURS, _GROUPS, *_OTHERS = (
+    str(Path(str(module.__file__)).parent) + os.sep for module in (errors, dist, lightning, torch)
+)
+_LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
+
+_LOST_PEER = re.compile(
+    "connection (closed|reset) by peer|caused pair closure|broken pipe|connection refused"
+    "|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
+_TOLD = "has_been_told"
+
+
+def has_lost_peer(error: BaseException) -> bool:
+    """Whether a process group has raised an error because another rank is gone."""
+    return _is_of_groups(error) and _LOST_PEER.search(str(error)) is not None
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """Whether a process group has raised an error because it has waited for too long."""
+    return _is_of_groups(error) and _TIMED_OUT.search(str(error)) is not None
+
+
+def _is_of_groups(error: BaseException) -> bool:
+    """Whether process groups have raised it, and not the user's code, whose words may be alike."""
+    if not isinstance(error, RuntimeError) or isinstance(error, PipelineError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, dist.DistError) or not frames:
+        return True
+    return frames[-1].f_code.co_filename.startswith((_OURS, _GROUPS))
+
+
+def shorten(error: BaseException) -> None:
+    """Leaves the user's own frames of an error that was raised on purpose, to tell the user.
+
+    Its text says what is wrong and where. What torch or Python raised before is dropped if the text
+    has the place of it too.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return
+    frame, line = frames[-1]
+    file = frame.f_code.co_filename
+    raised = linecache.getline(file, line).strip().startswith("raise ")
+    if not (raised and file.startswith(_OURS)):
+        return
+    trace = None
+    for frame, line in reversed(frames):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            trace = TracebackType(trace, frame, frame.f_lasti, line)
+    error.__traceback__ = trace  # a bare raise goes on with it, from Python 3.11 on
+    if isinstance(error, SplitError) and error.location is not None:
+        error.__cause__, error.__suppress_context__ = None, True
+
+
+def shortened(error: BaseException) -> str:
+    """The text of an error that goes on as it is."""
+    kept = error.__traceback__, error.__cause__, error.__suppress_context__
+    shorten(error)
+    text = "".join(traceback.format_exception(error))
+    error.__traceback__, error.__cause__, error.__suppress_context__ = kept
+    return text
+
+
+def say_no_more_of(error: BaseException) -> None:
+    """Keeps Python from printing ``error`` a second time when the process ends with it."""
+    error.__dict__[_TOLD] = True
+    show = sys.excepthook
+    if not (isinstance(show, partial) and show.func is _show_news):
+        sys.excepthook = partial(_show_news, show)
+
+
+def _show_news(
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    value: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Shows what has not been told."""
+    if not value.__dict__.get(_TOLD):
+        show(kind, value, trace)

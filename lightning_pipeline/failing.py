@@ -314,12 +314,15 @@ class FailingStrategy(AxesStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = self._reported = True
         shorten(exception)
-        silent = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        if not silent and not self.is_global_zero:
-            # At once: rank 0 may end this process before it gets to say it at its end.
-            text = "".join(traceback.format_exception(exception))
-            if exception is self._lost:  # rank 0 tells all of it
-                text = str(exception).partition("\nTraceback")[0] + "\n"
-            sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
-            sys.stderr.flush()
-            say_no_more_of(exception)
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            return
+        follows = exception is self._lost
+        if self.is_global_zero and not follows:
+            return  # it is shown at the end, by whoever has called the Trainer
+        # At once: rank 0 or a launcher may end this process before it gets to say it at its end.
+        text = "".join(traceback.format_exception(exception))
+        if follows and not self.is_global_zero:  # which tells all of it
+            text = str(exception).partition("\nTraceback")[0] + "\n"
+        sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")
+        sys.stderr.flush()
+        say_no_more_of(exception)

@@ -59,11 +59,14 @@ class Telling:
             raise
         except BaseException as error:
             other = self.strategy.told(error)
-            with contextlib.suppress(Exception):  # into torchrun's own report, if it is there
-                get_error_handler().record_exception(other)
-            if other is error:
+            try:
+                if other is error:
+                    raise
+                raise other from other.__cause__
+            except BaseException as raised:
+                with contextlib.suppress(Exception):  # into torchrun's own report, if it is there
+                    get_error_handler().record_exception(raised)
                 raise
-            raise other from other.__cause__
         self.strategy.through()
         return result
 

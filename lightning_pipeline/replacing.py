@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 METADATA = ".metadata"  # of a checkpoint folder, as torch names it
 
-_PART, _OLD, _REMOVED = ".part", ".old", ".removed.part"
+_PART, _REMOVED = ".part", ".removed.part"
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, see renameat2(2)
 
 
@@ -29,14 +29,29 @@ def is_remote(path: Any) -> bool:
     return "://" in str(path)
 
 
-def beside(path: Any, ending: str = _PART) -> Path:
-    """Where something lies that is not in its place yet, or not any more.
+def beside(path: Any) -> Path:
+    """Where something lies that is not in its place yet.
 
     Nothing takes it for a checkpoint: ``ckpt_path="last"`` goes by the beginning and the ending of
     a name, and Slurm's requeue by ``hpc_ckpt_`` anywhere in it.
     """
     path = Path(path)
-    return path.with_name(f".{path.name.replace('_', '-')}{ending}")
+    return path.with_name(f".{path.name.replace('_', '-')}{_PART}")
+
+
+def old_of(path: Any) -> Path:
+    """Where something lies that has left its place before the new one is there, see ``put``.
+
+    It is whole, and ``ckpt_path="last"`` finds it by its name.
+    """
+    path = Path(path)
+    return path.with_name(f"{path.stem}.being-replaced{path.suffix}")
+
+
+def standing(path: Any) -> Any:
+    """The path, or where its old folder is if a process was killed while it was replaced."""
+    old = old_of(path)
+    return old if old.exists() and not os.path.lexists(path) else path
 
 
 def check_place(path: Any) -> None:
@@ -86,9 +101,11 @@ def clear(path: Any) -> None:
         IsADirectoryError: If there is a folder already that is no checkpoint.
     """
     check_place(path)
-    mend(path)
-    for ending in (_PART, _OLD):
-        erase(beside(path, ending))
+    place = standing(path)
+    if place != path:
+        os.rename(place, path)
+    for left in (beside(path), old_of(path)):
+        erase(left)
 
 
 def put(part: Path, final: Path) -> None:
@@ -101,7 +118,7 @@ def put(part: Path, final: Path) -> None:
         sync(final.parent)
         erase(part)
         return
-    old = beside(final, _OLD)  # a file system that cannot exchange, such as NFS
+    old = old_of(final)  # a file system that cannot exchange, such as NFS
     erase(old)
     os.rename(final, old)
     try:
@@ -111,14 +128,6 @@ def put(part: Path, final: Path) -> None:
         raise
     sync(final.parent)
     erase(old)
-
-
-def mend(path: Any) -> None:
-    """Puts back what was there before a process was killed between two renames, see ``put``."""
-    old = beside(path, _OLD)
-    if old.exists() and not os.path.lexists(path):
-        with contextlib.suppress(OSError):  # another rank was faster, or it is not ours to change
-            os.rename(old, path)
 
 
 def link(target: Any, path: Any) -> None:

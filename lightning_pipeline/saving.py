@@ -30,7 +30,7 @@ from lightning_pipeline.lightning_private import (
 from lightning_pipeline.materialising import is_unplaced
 from lightning_pipeline.momenta import check_optimizer_states
 from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.replacing import is_remote, link, mend
+from lightning_pipeline.replacing import is_remote, link, standing
 from lightning_pipeline.splitting import is_elsewhere
 from lightning_pipeline.weights import copied
 from lightning_pipeline.whereabouts import Position
@@ -215,7 +215,7 @@ class SavingStrategy(FailingStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         if not is_remote(checkpoint_path):
-            mend(checkpoint_path)
+            checkpoint_path = standing(checkpoint_path)
         if os.path.isdir(checkpoint_path):
             loaded = sharded.load(checkpoint_path, weights_only)
         else:

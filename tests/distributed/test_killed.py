@@ -70,8 +70,8 @@ class Ends(L.Callback):
             self.end()
 
 
-def count_events(folder, number, end):
-    """Ends before the ``number``-th event in the folder; returns how many there are."""
+def count_events(folder, number, end, renamed=None):
+    """Ends before the ``number``-th event in the folder, or rename to a name; returns all."""
     numbers, seen = itertools.count(1), []
 
     def hook(event, args):
@@ -81,21 +81,22 @@ def count_events(folder, number, end):
         )
         if (event in EVENTS and place) or (event == "ctypes.dlsym" and args[1] == "renameat2"):
             seen.append(event)
-            if next(numbers) == number:
+            renames = event == "os.rename" and os.path.basename(args[1]) == renamed
+            if (renames or renamed is None) and next(numbers) == number:
                 end()
 
     sys.addaudithook(hook)
     return seen
 
 
-def run(way, folder, rank=None, event=None, batch=None, size=None, together=False):
+def run(way, folder, rank=None, event=None, renamed=None, batch=None, size=None, together=False):
     """Trains from the last checkpoint; a rank ends before an event, a batch, or at a file's size.
 
     Args:
         rank: The rank that ends; ``together`` takes the others with it.
 
     Returns:
-        What is there at the end, the step at which it began, and the number of events.
+        The step at which it began, and the number of events.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -110,7 +111,7 @@ def run(way, folder, rank=None, event=None, batch=None, size=None, together=Fals
 
     checkpoints = folder / "checkpoints"
     is_victim = own == rank
-    seen = count_events(checkpoints, event if is_victim else None, end)
+    seen = count_events(checkpoints, event if is_victim else None, end, renamed)
     if is_victim and size is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends the process in the middle of a write
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -180,7 +181,7 @@ def goes_on(way, folder, expected, **when):
         assert begun >= max(steps, default=0) - EVERY
     assert not list(differences(ended(folder), expected, 0.0))
     if begun < STEPS:  # there was a save, and a removal, behind
-        assert not list(folder.glob("**/.*.part")) + list(folder.glob("**/.*.old"))
+        assert not list(folder.glob("**/.*.part")) + list(folder.glob("**/*.being-*"))
     return begun
 
 
@@ -194,6 +195,14 @@ def test_killed_in_a_save(tmp_path, whole, way, together):
     half = numbers[rank] // 2
     event = draw.randint(half, max(half, numbers[rank] - STEPS // EVERY))
     goes_on(way, tmp_path / "run", expected, rank=rank, event=event, together=together)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one", "all"])
+def test_killed_when_nothing_is_in_its_place(tmp_path, whole, together):
+    """Where folders cannot be exchanged, the old one leaves before the new one is there."""
+    expected, _ = whole("no exchange")
+    when = {"rank": 0, "renamed": "last.ckpt", "event": STEPS // EVERY, "together": together}
+    assert goes_on("no exchange", tmp_path / "run", expected, **when) == STEPS - EVERY
 
 
 @pytest.mark.parametrize("way", ["file", "folder"])

@@ -179,7 +179,11 @@ def test_multirun_runs_every_job_from_a_clean_environment(
     assert seeds == [1, 2]
 
 
-def test_failing_job_ends_a_multirun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failing_job_ends_a_multirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # That of torchmetrics 1.4.0 (pretty-errors) writes to where stderr was when it was imported.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     sweep = ["-m", "data.batch_size=-1,64", "hydra.sweep.dir=sweep"]
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", *SINGLE, *sweep])

@@ -33,7 +33,7 @@ from lightning_pipeline.reporting import (
     shortened,
 )
 from lightning_pipeline.splitting.torch_private import default_store
-from lightning_pipeline.watch import Watch, connect
+from lightning_pipeline.watch import LIMIT, Watch, connect
 from lightning_pipeline.whereabouts import Position, describe
 
 PATIENCE = timedelta(seconds=4)
@@ -110,6 +110,12 @@ class FailingStrategy(AxesStrategy):
     @property
     def _is_broken(self) -> bool:
         return self._watch is not None and self._watch.is_broken
+
+    def _end_children(self) -> None:
+        """Ends the processes that this one has started; those that end in order have more time."""
+        if isinstance(self._launcher, ScriptLauncher):
+            in_order = self._watch is not None and self._watch.end_in_order
+            self._launcher.end_children(*[LIMIT] if in_order else [])
 
     def _note_sigterm(self, *signal: Any) -> None:
         """A rank was sent SIGTERM, this one or another."""
@@ -302,13 +308,16 @@ class FailingStrategy(AxesStrategy):
         self._num_votes += 1
         store = dist.PrefixStore(f"save/{self._num_runs}/{self._num_votes}", default_store())
         names = [str(rank) for rank in range(self.world_size)]
-        store.set(str(self.global_rank), place)
         try:
-            store.wait(names, PATIENCE)
-            together = all(store.get(name) == place.encode() for name in names)
-        except RuntimeError:
-            together = False
-        return bool(store.compare_set("together", "", str(together)) == b"True")
+            store.set(str(self.global_rank), place)
+            try:
+                store.wait(names, PATIENCE)
+                together = all(store.get(name) == place.encode() for name in names)
+            except RuntimeError:
+                together = False
+            return bool(store.compare_set("together", "", str(together)) == b"True")
+        except RuntimeError:  # the store went with its rank
+            return False
 
     @override
     def on_exception(self, exception: BaseException) -> None:

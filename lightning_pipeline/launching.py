@@ -92,10 +92,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
         for thread in threading.enumerate():
             forget_children(thread)
 
-    def end_children(self) -> None:
-        """Ends the children, in a moment."""
+    def end_children(self, patience: float = _PATIENCE) -> None:
+        """Ends the children that do not end by themselves.
+
+        Args:
+            patience: Seconds in which they may.
+        """
         self.stop_observer()
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + patience
         for process in self.procs:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))

@@ -7,6 +7,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +29,12 @@ _LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
 
 _LOST_PEER = re.compile(
     "connection (closed|reset) by peer|caused pair closure|broken pipe|connection refused"
-    "|nccl communicator was aborted",
+    "|nccl communicator was aborted|ncclremoteerror|remote process exit",
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
 _TOLD = "has_been_told"
+_PATIENCE = 1.0  # seconds that writing may take
 
 
 def has_lost_peer(error: BaseException) -> bool:
@@ -104,3 +106,30 @@ def _show_news(
     """Shows what has not been told."""
     if not value.__dict__.get(_TOLD):
         show(kind, value, trace)
+
+
+def stacks() -> str:
+    """Where all threads of this process are, the main thread last."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    text = []
+    for ident in sorted((i for i in frames if i != own), key=lambda i: i == main):
+        lines = "".join(traceback.format_stack(frames[ident]))
+        text.append(f"Thread {names.get(ident, ident)}:\n{lines}")
+    return "".join(text)
+
+
+def write(text: str) -> None:
+    """Writes to stderr, for no longer than it may take: a pipe that nobody reads is full."""
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and no thread begins any more
+        writer = threading.Thread(target=_write_now, args=(text,), daemon=True)
+        writer.start()
+        writer.join(_PATIENCE)
+
+
+def _write_now(text: str) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

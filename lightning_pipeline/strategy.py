@@ -23,7 +23,6 @@ from lightning_pipeline.building import BuildingStrategy
 from lightning_pipeline.epochs import end_together
 from lightning_pipeline.gradients import Parking
 from lightning_pipeline.hooks import sees_each_backward, sees_old_gradients, without_compilation
-from lightning_pipeline.launching import ScriptLauncher
 from lightning_pipeline.lightning_private import set_device
 from lightning_pipeline.mesh import Mesh, MeshSizes, resolve_sizes
 from lightning_pipeline.monitoring import (
@@ -300,7 +299,8 @@ class PipelineStrategy(BuildingStrategy):
         assert self.lightning_module is not None and self._pipeline is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._parking.hand_back(self._pipeline.complete)
+        with self._failing_together():
+            self._parking.hand_back(self._pipeline.complete)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -363,8 +363,7 @@ class PipelineStrategy(BuildingStrategy):
         if self._failed:
             # Other ranks may wait for this one for ever, and a rank inside a collective does not
             # react to SIGTERM: no collective from here on, and no child is left behind.
-            if isinstance(self._launcher, ScriptLauncher):
-                self._launcher.end_children()
+            self._end_children()
             if self._pipeline is not None:
                 self._pipeline.abandon()
                 self._pipeline = None

@@ -12,26 +12,20 @@ import multiprocessing
 import os
 import selectors
 import signal
-import sys
 import threading
 import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from lightning_pipeline.breaking import break_off, uses_nccl
 from lightning_pipeline.lines import PATIENCE, Bell, Caller, Exchange, Line, Word, call
-from lightning_pipeline.splitting.torch_private import (
-    backends_of,
-    default_store,
-    group_of_calls,
-    process_groups,
-)
+from lightning_pipeline.reporting import stacks, write
+from lightning_pipeline.splitting.torch_private import default_store
 
 GRACE = 3.0
 """Seconds that a rank has to hear of a failure in the order of its work."""
@@ -42,9 +36,7 @@ ASKED = 20.0
 failed: schedulers kill what is left 30 s after SIGTERM."""
 
 _NEWS = 1.0  # seconds between two signs of work that a rank gives to the others
-
-_PROBE = 2**30
-"""A tag that no message has."""
+_LAST_ACTS = 2.5  # seconds in which a process ends that ends itself
 
 
 class Watch(threading.Thread):
@@ -154,9 +146,7 @@ class Watch(threading.Thread):
                 if self._running:
                     self._act()
             except Exception:
-                _write(
-                    f"[rank {self.rank}] goes on watching behind this:\n{traceback.format_exc()}"
-                )
+                write(f"[rank {self.rank}] goes on watching behind this:\n{traceback.format_exc()}")
                 time.sleep(1)
 
     def _answer(self) -> None:
@@ -177,6 +167,16 @@ class Watch(threading.Thread):
         for word in self._words:
             line.send(word)
         self._selector.register(line.connection, selectors.EVENT_READ, line)
+        if len(self._lines) == self.size - 1:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """All ranks have called: nobody else is listened to any more."""
+        assert self._exchange is not None
+        callers = [k for k in self._selector.get_map().values() if isinstance(k.data, Caller)]
+        for end in [self._exchange.server, *(key.data.connection for key in callers)]:
+            self._selector.unregister(end)
+            end.close()
 
     def _hear(self, line: Line) -> None:
         words = line.receive()
@@ -217,6 +217,17 @@ class Watch(threading.Thread):
         run = self.run_number
         return [w for w in self._words if w.run == run or (w.kind == "left" and w.run <= run)]
 
+    @property
+    def end_in_order(self) -> bool:
+        """Whether each rank has raised an error by itself, so that none waits for another."""
+        with self._changed:
+            failures = self._failures()
+        raised = {w.rank for w in failures if w.kind == "error"}
+        return len(raised) == self.size and not _are_apart(failures)
+
+    def _has_raised(self, failures: list[Word]) -> bool:
+        return any(w.kind == "error" and w.rank == self.rank for w in failures)
+
     def _act(self) -> None:
         """Does what is due."""
         with self._changed:
@@ -225,12 +236,11 @@ class Watch(threading.Thread):
             self._since = None
             return
         asked = all(w.kind == "signal" and "SIGTERM" in w.text for w in failures)
-        apart = any(w.kind in ("left", "lost", "stall") for w in failures)
-        raised = {w.rank for w in failures if w.kind == "error"}
         self._notice(failures, asked)
-        if len(raised) == self.size and not apart:
-            self._since = None  # all end in order, which may take its time
+        if self.end_in_order:
+            self._since = None  # which may take its time
             return
+        apart = _are_apart(failures)
         now = time.monotonic()
         if self._since is None or asked != self._asked:
             self._since, self._asked = now, asked
@@ -240,9 +250,10 @@ class Watch(threading.Thread):
         waited = now - self._since
         if waited > limit:
             self._end_process(failures, limit)
-        elif waited > grace and not self.is_broken and (apart or self.rank not in raised):
+        elif waited > grace and not self.is_broken and (apart or not self._has_raised(failures)):
             self.is_broken = True
-            break_off()
+            # In a thread of its own: an abort of NCCL may itself wait, this thread must not.
+            threading.Thread(target=break_off, daemon=True, name="pipeline-break-off").start()
 
     def _look_for_work(self, now: float) -> None:
         """Starts to wait anew where this rank has moved, and lets the others do so."""
@@ -258,16 +269,22 @@ class Watch(threading.Thread):
         if not self._noticed:
             self._noticed = True
             self.on_failure()
+            if self.rank == 0 and uses_nccl():
+                # torch's own watch over NCCL may end this process before its main thread hears.
+                write("\n".join(w.text for w in failures))
         if asked:
             self.on_sigterm()
         stalls = [w.text for w in failures if w.kind == "stall"]
         if stalls and not self._dumped:
             self._dumped = True
-            _write(f"[rank {self.rank}] {stalls[0]}\n{stacks()}")
+            write(f"[rank {self.rank}] {stalls[0]}\n{stacks()}")
 
     def _end_process(self, failures: list[Word], limit: float) -> None:
+        end = threading.Timer(_LAST_ACTS, os._exit, (1,))
+        end.daemon = True
+        end.start()
         why = "\n".join(w.text for w in failures if w.kind != "lost")
-        _write(
+        write(
             f"\n[rank {self.rank}] is ended, {limit:g} s after a word that it did not react to."
             f"\n{why}\nIt was here:\n{stacks()}"
         )
@@ -283,6 +300,7 @@ class Watch(threading.Thread):
             line.connection.close()
         if self._exchange is not None:
             self._exchange.server.close()
+        self._selector.close()
         self._bell.close()
 
 
@@ -329,42 +347,6 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def break_off() -> None:
-    """Ends every wait of this process for another rank, in collectives and messages.
-
-    Gloo fails what is under way in a group when one of its messages has timed out. NCCL's
-    communicators are aborted, all in one group of calls, so that none waits for another
-    (pytorch issue 119797); what was under way then returns without an error, and without a result.
-    """
-    aborted: list[Any] = []
-    for group in process_groups():
-        for backend in backends_of(group):
-            with contextlib.suppress(Exception):
-                if backend.name() == "nccl":
-                    aborted.append(backend)
-                    continue
-                peer = (group.rank() + 1) % group.size()
-                probe = backend.recv([torch.empty(1)], peer, _PROBE)
-                probe.wait(timedelta(milliseconds=1))
-    if aborted:
-        start, end = group_of_calls(aborted[0])
-        for do in (start, *(backend.abort for backend in aborted), end):
-            with contextlib.suppress(Exception):
-                do()
-
-
-def stacks() -> str:
-    """Where all threads of this process are, the main thread last."""
-    frames, main = sys._current_frames(), threading.main_thread().ident
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    own = threading.get_ident()
-    text = []
-    for ident in sorted((i for i in frames if i != own), key=lambda i: i == main):
-        lines = "".join(traceback.format_stack(frames[ident]))
-        text.append(f"Thread {names.get(ident, ident)}:\n{lines}")
-    return "".join(text)
-
-
 def _left(rank: int, place: str) -> str:
     where = f" ({place})" if place else ""
     return (
@@ -374,11 +356,9 @@ def _left(rank: int, place: str) -> str:
     )
 
 
-def _write(text: str) -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+def _are_apart(failures: Sequence[Word]) -> bool:
+    """Whether ranks that have failed are at different places."""
+    return any(w.kind in ("left", "lost", "stall") for w in failures)
 
 
 def _nothing() -> None:

@@ -34,6 +34,8 @@ FAULTS = {
     "error in the loss (rank 0)": ("loss", 0),
     "error in a hook of rank 1": ("hook", 1),
     "error in a hook of rank 0": ("hook", 0),
+    "error in a hook of rank 1, rank 0 is in a sleep": ("alone", 1),
+    "error in a hook of rank 0, rank 1 is in a sleep": ("alone", 0),
     "error in a loader's worker of rank 1": ("worker", 1),
     "disk full while rank 0 saves": ("save", 0),
     "OutOfMemoryError on rank 1": ("memory", 1),

@@ -92,11 +92,12 @@ class Happens(L.Callback):
         self.fault.batch = trainer.fit_loop.total_batch_idx + 1
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if self.fault.happens("hook"):
+        if self.fault.happens("hook") or self.fault.happens("alone"):
             raise ValueError("a hook fails")
         if self.fault.happens("signal"):
             os.kill(os.getpid(), getattr(signal, self.fault.kind.split(":")[1]))
-        if self.fault.happens("stall"):
+        others = trainer.global_rank != self.fault.rank and self.fault.kind == "alone"
+        if self.fault.happens("stall") or (others and self.fault.batch == AT):
             time.sleep(1000)
         if self.fault.happens("save"):
             trainer.strategy.checkpoint_io.save_checkpoint = self.cannot_save

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeline import watch
+from lightning_pipeline import breaking, reporting, watch
 from lightning_pipeline.actions import Action
 from lightning_pipeline.activities import Wait
 from lightning_pipeline.lines import Bell, Exchange, Line, Word, call
@@ -132,6 +136,82 @@ def test_a_launcher_kills_no_rank_that_saves_although_all_have_failed(monkeypatc
     assert told == [1] and made._since is None and not made.is_broken
 
 
+def test_all_is_over_within_ten_seconds():
+    """From the failure of a rank, or from a signal of SLURM to its SIGKILL."""
+    assert watch.GRACE < watch.LIMIT and watch.LIMIT + watch._LAST_ACTS < 10
+    assert watch.ASKED + watch.LIMIT - watch.GRACE + watch._LAST_ACTS < 30
+
+
+def hears_of_a_failure(prepare):
+    """A process whose main thread sits still when another rank has failed."""
+    watch.GRACE, watch.LIMIT, watch._LAST_ACTS = 0.2, 0.5, 1.5
+    watch.dist = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace))
+    made = watch.Watch(1, 2, None, None)
+    made.begin(1)
+    prepare(made)
+    made.start()
+    made._take(Word("left", 1, 0, "gone"))
+    made._bell.ring()
+    time.sleep(60)
+
+
+def waits_for_ever(made):
+    watch.break_off = lambda: time.sleep(60)
+
+
+def nobody_reads(made):
+    _, end = os.pipe()
+    os.set_blocking(end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, bytes(1 << 12))
+    os.set_blocking(end, True)
+    for number in (1, 2):
+        os.dup2(end, number)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+
+
+def hangs_at_last(made):
+    made.last_resort = lambda: time.sleep(60)
+
+
+@pytest.mark.parametrize("prepare", [waits_for_ever, nobody_reads, hangs_at_last])
+def test_nothing_keeps_a_process_from_its_end(prepare):
+    child = os.fork()
+    if not child:
+        try:
+            hears_of_a_failure(prepare)
+        finally:
+            os._exit(7)
+    end = time.monotonic() + 10
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.05)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 1 and ended[0] == child
+
+
+def test_nobody_is_listened_to_once_all_ranks_have_called(monkeypatch):
+    monkeypatch.setattr(watch, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=None)))
+    monkeypatch.setattr(watch.weakref, "ref", lambda world: lambda: world)
+    store = dist.HashStore()
+    exchange = Exchange(store, ["localhost"], 3)
+    place = exchange.server.getsockname()[:2]
+    made = watch.Watch(0, 3, exchange, None)
+    made.start()
+    first = call(store, 1)
+    stranger = socket.create_connection(place)
+    second = call(store, 2)
+    assert stranger.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place)
+    first.send(Word("lost", 1, 1, "still heard"))
+    second.connection.settimeout(5)
+    assert second.receive() == [Word("lost", 1, 1, "still heard")]
+
+
 class Backend:
     """Notes what is done with it; its abort fails, as that of a broken communicator may."""
 
@@ -171,9 +251,14 @@ def test_communicators_of_nccl_are_aborted_in_one_group_of_calls(monkeypatch):
         )
         for _ in range(2)
     ]
-    monkeypatch.setattr(watch, "process_groups", lambda: groups)
-    watch.break_off()
+    monkeypatch.setattr(breaking, "process_groups", lambda: groups)
+    breaking.break_off()
     assert done == ["recv from 0"] * 2 + ["start", "abort", "abort", "end"]
+    assert breaking.uses_nccl()
+    monkeypatch.delattr(Backend, "_group_start")
+    done.clear()
+    breaking.break_off()
+    assert done == ["recv from 0"] * 2 + ["abort", "abort"]
 
 
 def test_stacks_name_the_threads():
@@ -187,7 +272,7 @@ def test_stacks_name_the_threads():
     thread.start()
     begun.wait()
     text = []
-    other = threading.Thread(target=lambda: text.append(watch.stacks()))
+    other = threading.Thread(target=lambda: text.append(reporting.stacks()))
     other.start()
     other.join()
     end.set()

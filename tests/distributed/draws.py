@@ -190,7 +190,7 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
     goes_on = ["go on", "go on from a folder"] if accumulate == 1 or not cuts_evenly else []
     callbacks = ["average", "stop", *(["window"] if step != "weight" else [])]
     norms = [(0.05, "norm"), (0.01, "value")]
-    return {
+    drawn = {
         "step": step,
         "accumulate": accumulate,
         "precision": one("32-true", "bf16-true", "bf16-mixed") if rounds else "64-true",
@@ -205,6 +205,10 @@ def _training(one: Choice, against: str, replicas: int) -> dict[str, Any]:
         "callback": "none" if cuts_evenly else one("none", "none", *callbacks),
         "nudged": not cuts_evenly and one(False, False, False, True),
     }
+    if replicas == 2 and (drawn["scheduler"], drawn["callback"]) == ("plateau", "average"):
+        # By a metric of each replica's own the rates part, and under DDP the averages with them.
+        drawn["log"] = "synced"
+    return drawn
 
 
 def draw_from(seed: int) -> Draw:

@@ -186,6 +186,8 @@ class FailingStrategy(AxesStrategy):
         Returns:
             What to raise: the error, or the other rank's if it is only a consequence.
         """
+        if error is self._lost:
+            return error
         if isinstance(error, SIGTERMException):
             error.code = _SIGTERM_CODE
             self._tell_of_sigterm()
@@ -219,6 +221,18 @@ class FailingStrategy(AxesStrategy):
         cause = None if self._watch is None else self._watch.cause(0.5)
         if self.is_global_zero and cause is not None and cause.kind == "signal":
             print(f"{cause.text} All ranks end.", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """This rank has done all of the run; rank 0 has when the others have.
+
+        Raises:
+            PipelineError: On rank 0, if another rank fails in its end of the run.
+        """
+        cause = None if self._watch is None else self._watch.failure_at_the_end()
+        if cause is not None:
+            self._lost = PipelineError(self._consequence(cause))
+            raise self._lost
+        self.through()
 
     def through(self) -> None:
         """This rank is through with the run, in whatever way: nothing ends its process now."""

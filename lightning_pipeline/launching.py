@@ -34,8 +34,11 @@ class Told(Protocol):
     def told(self, error: BaseException) -> BaseException:
         """Takes note of an error that ends the run on this rank; returns what to raise."""
 
+    def finish(self) -> None:
+        """Takes note that this rank has done all of the run."""
+
     def through(self) -> None:
-        """Takes note that this rank is through with the run."""
+        """Takes note that this rank is through with the run, in whatever way."""
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Telling:
         """Runs it."""
         try:
             result = self.function(*args, **kwargs)
+            self.strategy.finish()
         except TunerExitException:
             self.strategy.through()
             raise
@@ -67,7 +71,6 @@ class Telling:
                 with contextlib.suppress(Exception):  # into torchrun's own report, if it is there
                     get_error_handler().record_exception(raised)
                 raise
-        self.strategy.through()
         return result
 
 

@@ -98,6 +98,23 @@ class Watch(threading.Thread):
             self.say("ended")
         self._forget()
 
+    def failure_at_the_end(self) -> Word | None:
+        """Waits on rank 0, which is done, for the others' ends of the run; tells of a failure."""
+
+        def failure() -> Word | None:
+            words = (w for w in self._failures() if w.kind != "signal")
+            return min(words, key=lambda w: w.kind == "lost", default=None)
+
+        def is_over() -> bool:
+            ends = (self._ended.get(line.peer, 0) for line in list(self._lines))
+            return failure() is not None or all(run >= self.run_number for run in ends)
+
+        if self.rank:
+            return None
+        with self._changed:
+            self._changed.wait_for(is_over)
+            return failure()
+
     def _forget(self) -> None:
         """Lets go of the strategy of a run, and of all that it holds."""
         self.moves: Callable[[], float] = float
@@ -205,6 +222,7 @@ class Watch(threading.Thread):
         with self._changed:
             if word.kind == "ended":
                 self._ended[word.rank] = word.run
+                self._changed.notify_all()
                 return
             if word.kind == "moves":
                 self._since = time.monotonic() if self._asked else self._since

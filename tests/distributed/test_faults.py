@@ -411,6 +411,46 @@ def test_a_forked_process_has_no_part_in_the_watch():
     assert len(fails(Perceptron, Happens(1, look)).pipelined(2)) == 2
 
 
+class FailsAtTheEnd(Perceptron):
+    """One rank fails when all others have been through with everything for some time."""
+
+    def __init__(self, fail: Callable[[L.Trainer], Any]) -> None:
+        super().__init__()
+        self.fail = fail
+
+    def teardown(self, stage):
+        if self.trainer.global_rank == 1:
+            time.sleep(1)
+            self.fail(self.trainer)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("fail", "told"),
+    [
+        (mistake, rf"Rank 1 failed .*{MISTAKE}"),
+        (partial(send, signal.SIGKILL), "Rank 1 .* is gone"),
+    ],
+    ids=["error", "SIGKILL"],
+)
+def test_rank_0_waits_for_the_ends_of_others(fail, told, layout):
+    text = ended(fails(partial(FailsAtTheEnd, fail)), *layout)
+    own = re.split(r"\nrank \d+: ", text)[1]
+    assert re.search(told, own, re.DOTALL), text
+
+
+class SignalledLate(L.Callback):
+    """One rank is sent SIGTERM when there is nothing left to stop."""
+
+    def on_train_end(self, trainer, module):
+        if trainer.global_rank == 1:
+            send(signal.SIGTERM, trainer)
+
+
+def test_a_signal_in_the_end_of_a_run_is_no_failure():
+    assert len(fails(Perceptron, SignalledLate()).pipelined(2)) == 2
+
+
 ALONE = "error in a hook of rank 1, rank 0 is in a sleep"
 LAUNCHED = {
     "error in a layer of rank 1": "Rank 1 failed in the forward of stage 0",

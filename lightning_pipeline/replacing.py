@@ -2,16 +2,20 @@
 
 What is written lies beside its place under another name until it is complete, and takes the place
 at once. So does what goes: it leaves its place first. A name that a killed process leaves behind is
-cleared when the place is written next.
+cleared when the place is written next. Two runs that write to one place have names of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
+import re
 import shutil
+import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +25,7 @@ from typing import Any, BinaryIO
 METADATA = ".metadata"  # of a checkpoint folder, as torch names it
 
 _PART, _REMOVED = ".part", ".removed.part"
+_LONG = 86400.0  # seconds after which what another host has begun is not being written any more
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, see renameat2(2)
 
 
@@ -30,13 +35,44 @@ def is_remote(path: Any) -> bool:
 
 
 def beside(path: Any) -> Path:
-    """Where something lies that is not in its place yet.
+    """Where something of this process lies that is not in its place yet.
 
     Nothing takes it for a checkpoint: ``ckpt_path="last"`` goes by the beginning and the ending of
     a name, and Slurm's requeue by ``hpc_ckpt_`` anywhere in it.
     """
-    path = Path(path)
-    return path.with_name(f".{path.name.replace('_', '-')}{_PART}")
+    return Path(path).with_name(f".{_hidden(path)}.{_host()}-{os.getpid()}{_PART}")
+
+
+def _hidden(path: Any) -> str:
+    return Path(path).name.replace("_", "-")
+
+
+def _host() -> str:
+    return re.sub(r"[^\w.]", "-", socket.gethostname()).replace("_", "-")
+
+
+def _abandoned(path: Any) -> Iterator[Path]:
+    """What lies beside a path and belongs to this process, or to none that is still there."""
+    for part in Path(path).parent.glob(f".{glob.escape(_hidden(path))}.*-*{_PART}"):
+        host, _, number = part.name[len(_hidden(path)) + 2 : -len(_PART)].rpartition("-")
+        if not number.isdigit():
+            continue
+        if host != _host():  # nobody here knows whether it is still there
+            gone = time.time() - part.lstat().st_mtime > _LONG
+        else:
+            gone = int(number) == os.getpid() or not _is_alive(int(number))
+        if gone:
+            yield part
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def old_of(path: Any) -> Path:
@@ -104,7 +140,7 @@ def clear(path: Any) -> None:
     place = standing(path)
     if place != path:
         os.rename(place, path)
-    for left in (beside(path), old_of(path)):
+    for left in (*_abandoned(path), old_of(path)):
         erase(left)
 
 

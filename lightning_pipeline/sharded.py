@@ -91,7 +91,7 @@ def save(
             f"{str(path)!r}. Save to a local path, or use "
             "PipelineStrategy(save_distributed_checkpoint=False), which writes one file."
         )
-    number = _begin(path, mesh)
+    number, part = _begin(path, mesh)
     failure: BaseException | None = None
     if mesh.data_rank == 0:
         agreement = agree(checkpoint, mesh)
@@ -101,20 +101,20 @@ def save(
         }
         own[save_key(mesh.global_rank)] = torch.tensor(number)
         try:
-            writer = dcp.FileSystemWriter(beside(path))
+            writer = dcp.FileSystemWriter(part)
             dcp.save(_nested(own), storage_writer=writer, process_group=mesh.pipeline_group)
             if mesh.global_rank == 0:
                 rest = _rest(checkpoint, agreement, parameter_names)
                 rest[OWN]["save"] = number
-                _finish(rest, path)
+                _finish(rest, part, path)
         except (Exception, CheckpointException) as error:
             failure = error
-    _end(failure, path, mesh)
+    _end(failure, part, path, mesh)
 
 
-def _begin(path: Any, mesh: Mesh) -> int:
-    """Makes room for a folder; returns a number for this save, on all ranks the same."""
-    box: list[Any] = [None, 0]
+def _begin(path: Any, mesh: Mesh) -> tuple[int, FilePath]:
+    """Makes room for a folder; returns a number for this save and where it is made, for all."""
+    box: list[Any] = [None, 0, beside(path)]
     if mesh.global_rank == 0:
         try:
             clear(path)
@@ -124,13 +124,11 @@ def _begin(path: Any, mesh: Mesh) -> int:
     dist.broadcast_object_list(box, 0)
     if box[0] is not None:
         raise box[0]
-    number: int = box[1]
-    return number
+    return box[1], box[2]
 
 
-def _finish(rest: dict[str, Any], path: Any) -> None:
+def _finish(rest: dict[str, Any], part: FilePath, path: Any) -> None:
     """Completes the folder beside a path and moves it there."""
-    part = beside(path)
     with open(part / REST, "wb") as file:
         torch.save(rest, file)
         file.flush()
@@ -139,12 +137,12 @@ def _finish(rest: dict[str, Any], path: Any) -> None:
     put(part, FilePath(path))
 
 
-def _end(failure: BaseException | None, path: Any, mesh: Mesh) -> None:
+def _end(failure: BaseException | None, part: FilePath, path: Any, mesh: Mesh) -> None:
     """Ends a save on all ranks alike; global rank 0 knows what has failed on any."""
     told = [None if failure is None else _why(failure)]
     if mesh.global_rank == 0 and failure is not None:
         with contextlib.suppress(OSError):
-            erase(beside(path))
+            erase(part)
     dist.broadcast_object_list(told, 0)
     if told[0] is not None or failure is not None:
         raise CheckpointError(

@@ -96,7 +96,8 @@ def test_killed_before_any_step_of_a_replacement(tmp_path, monkeypatch, old, new
         others = {each.name for each in folder.iterdir() if not each.name.startswith("target")}
         others -= {path.name}
         others = {name for name in others if not re.fullmatch(r"\.\w{32}\.removed\.part", name)}
-        assert others <= {".last-one.ckpt.part", "last_one.being-replaced.ckpt"}
+        others = {name for name in others if not re.fullmatch(r"\.last-one\.ckpt\..*\.part", name)}
+        assert others <= {"last_one.being-replaced.ckpt"}
         replace(path, new)
         assert text_of(path) == ("new" if new != "nothing" else None)
         left = {each.name for each in folder.iterdir() if not each.name.startswith("target")}
@@ -148,3 +149,34 @@ def test_an_error_leaves_what_was_there(tmp_path):
         file.write(b"ne")
         raise KeyError
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_two_runs_that_save_to_one_path(tmp_path, kind):
+    """One begins while the other writes, and is killed in its own write: the other's is there."""
+    path = tmp_path / "last.ckpt"
+
+    def begin_and_be_killed():
+        replacing.clear(path)
+        make(beside(path), kind, "half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    replacing.clear(path)
+    make(beside(path), kind, "new")
+    assert killed(0, begin_and_be_killed)
+    assert len(list(tmp_path.iterdir())) == 2
+    put(beside(path), path)
+    assert text_of(path) == "new"
+    replace(path, kind)
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_what_another_host_writes_stays_for_a_day(tmp_path):
+    path = tmp_path / "last[1].ckpt"
+    far = tmp_path / ".last[1].ckpt.far-away.com-7.part"
+    far.touch()
+    replace(path, "file")
+    assert far.exists()
+    os.utime(far, (0, 0))
+    replace(path, "file")
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -7,6 +7,7 @@ the pipeline's own are complete the two are compared, and rank 0 tells the large
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -258,6 +259,8 @@ class FirstStep:
         worst = max(found, key=lambda difference: difference.beyond(noise), default=None)
         own, reference = max((rank.losses for rank in told), key=lambda pair: apart(*pair))
         text = f"loss {own:.9g} and {reference:.9g}"
+        if not (math.isfinite(own) or math.isfinite(reference)):
+            text += ": neither is finite, and entries that are not in both are not compared"
         if worst is not None:
             text += (
                 f"; largest difference of a gradient {worst.absolute:.2g}, "

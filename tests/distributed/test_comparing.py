@@ -172,6 +172,17 @@ def test_steps_that_overflow_are_told_of_and_the_next_ones_compared():
     assert LINE.match(last) or last.endswith("32768: nothing is compared."), last
 
 
+class NoNumber(Perceptron):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * torch.nan
+
+
+def test_a_loss_that_is_no_number_is_told():
+    script = Told(NoNumber, lambda: vectors(64), trainer={"max_steps": 1, "limit_val_batches": 0})
+    [line], _, _ = script.pipelined(2, validate="first_step")[0].extra
+    assert "loss nan and nan: neither is finite, and entries that are not in both" in line
+
+
 def calls(trainer, module):
     return dict(module.calls)
 

@@ -151,7 +151,7 @@ class BuildingStrategy(SavingStrategy):
         meta = module is not None and any(t.is_meta for *_, t in state_items(module))
         if not (local and meta and is_plain(self.checkpoint_io)):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        loaded = open_checkpoint(checkpoint_path, weights_only)
+        loaded = open_checkpoint(checkpoint_path, weights_only, together=True)
         check_lightning(loaded, checkpoint_path)
         return loaded
 

@@ -217,7 +217,7 @@ class SavingStrategy(FailingStrategy):
         if not is_remote(checkpoint_path):
             checkpoint_path = standing(checkpoint_path)
         if os.path.isdir(checkpoint_path):
-            loaded = sharded.load(checkpoint_path, weights_only)
+            loaded = sharded.load(checkpoint_path, weights_only, together=True)
         else:
             loaded = super().load_checkpoint(checkpoint_path, weights_only)
         check_lightning(loaded, checkpoint_path)

@@ -234,14 +234,19 @@ def load(
     path: Any,
     weights_only: bool | None = None,
     stand_in: Callable[..., Tensor] | None = None,
+    *,
+    together: bool = False,
 ) -> dict[str, Any]:
     """Reads a checkpoint folder into a plain Lightning checkpoint, in the memory of the host.
+
+    A folder of another save may take its place meanwhile: what is read is of one save.
 
     Args:
         path: The folder.
         weights_only: As in ``torch.load``, for what is not a tensor.
         stand_in: Makes what stands for a tensor that is read later, of its shape, its dtype and
             the function that reads it; ``None`` reads all tensors now.
+        together: Whether all ranks call it, and shall read the same save.
 
     Raises:
         FileNotFoundError: If it is no complete checkpoint folder.
@@ -268,6 +273,8 @@ def load(
     keys = {tuple(path): key for path, key in own["stored"]}
     shards = Shards(folder)
     shards.check(keys.values(), own.get("save"))
+    if together:
+        _require_one_save(path, own.get("save"))
     if stand_in is None:
         tensors = {key: shards.read(key) for key in dict.fromkeys(keys.values())}
     else:
@@ -279,6 +286,17 @@ def load(
         {key: everything[key] for key in own["keys"]},
         lambda path, tensor: tensors[keys[path]] if path in keys else tensor,
     )
+
+
+def _require_one_save(path: Any, number: int | None) -> None:
+    """Refuses a folder of which rank 0 reads another save than this rank."""
+    box = [number]
+    dist.broadcast_object_list(box, 0)
+    if box[0] != number:
+        raise CheckpointError(
+            f"All ranks must read the same save from {str(path)!r}, but another run has saved "
+            "there while they began to read it. Start again, or read a copy."
+        )
 
 
 def parameter_names(module: LightningModule, optimizer: Optimizer) -> dict[int, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,7 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._opened: dict[str, int] = {}
         try:
             with open(folder / METADATA, "rb") as file:
                 listed = _Unpickler(file).load()
@@ -130,9 +133,16 @@ class Shards:
         if number is not None:
             self._check_number(first, number)
 
+    def _open(self, file: str) -> int:
+        """Descriptor of a file, once for all reads: another save may take the folder's place."""
+        if file not in self._opened:
+            self._opened[file] = os.open(self._folder / file, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._opened[file])
+        return self._opened[file]
+
     def _size(self, file: str) -> int:
         path = self._folder / file
-        return path.stat().st_size if path.is_file() else 0
+        return os.fstat(self._open(file)).st_size if path.is_file() else 0
 
     def _check_number(self, files: Iterable[str], number: int) -> None:
         prefix = ".".join(save_key(0))[:-1]
@@ -160,9 +170,7 @@ class Shards:
         """
         place = self._places[name]
         path = self._folder / place.relative_path
-        with open(path, "rb") as file:
-            file.seek(place.offset)
-            data = io.BytesIO(file.read(place.length))
+        data = io.BytesIO(os.pread(self._open(place.relative_path), place.length, place.offset))
         if damaged_record(data) is not None:
             raise CheckpointError(
                 f"{str(path)!r} is damaged in {name}: it was changed after it was written. "

@@ -55,18 +55,21 @@ def _read(tensor: Tensor, otherwise: Tensor | None) -> Tensor:
     return tensor.detach().clone() if otherwise is None else otherwise
 
 
-def open_checkpoint(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+def open_checkpoint(
+    path: Any, weights_only: bool | None = None, *, together: bool = False
+) -> dict[str, Any]:
     """A Lightning checkpoint, file or folder, whose tensors stay where they are until used.
 
     Args:
         path: Its path on a local or mounted file system.
         weights_only: As in ``torch.load``.
+        together: Whether all ranks call it, and shall read the same save.
 
     Raises:
         CheckpointError: If torch.save did not write it since torch 1.6, or it is cut short.
     """
     if os.path.isdir(path):
-        return sharded.load(path, weights_only, stand_in)
+        return sharded.load(path, weights_only, stand_in, together=together)
     check_file(path, checksums=False)  # that would read all of it on every rank
     with explained(path):
         loaded: dict[str, Any] = torch.load(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import re
 import resource
 import shutil
 import signal
+import time
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline import sharded
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.files import WholeFiles
-from lightning_pipeline.sharded import consolidate, is_folder
+from lightning_pipeline.replacing import beside, put
+from lightning_pipeline.sharded import consolidate, is_folder, load
+from lightning_pipeline.shards import Shards
 from tests.distributed.fits import Script
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import vectors
@@ -337,3 +343,73 @@ def test_objects_need_trust(tmp_path):
         WholeFiles().load_checkpoint(path / "file")
     loaded = WholeFiles().load_checkpoint(path / "file", weights_only=False)
     assert isinstance(loaded["epoch"], nn.Identity)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A folder of a later step, which a run that goes on saves."""
+    folder = tmp_path_factory.mktemp("other")
+    trainer = {"limit_val_batches": 0, "max_steps": 4}
+    Saves(Saved, lambda: vectors(32), trainer=trainer, checkpoint=folder).pipelined(2)
+    return folder / "folder"
+
+
+def replace_by(source, path):
+    """What the next save of another run does."""
+    shutil.copytree(source, beside(path))
+    put(beside(path), path)
+
+
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_as_it_was(
+    saved, other, tmp_path, monkeypatch
+):
+    path = shutil.copytree(saved / "folder", tmp_path / "last.ckpt")
+    expected, later = (load(folder)["state_dict"] for folder in (path, other))
+    assert not torch.equal(expected[BIAS], later[BIAS])
+    whole, reads = Shards.read, itertools.count()
+
+    def read(shards, name):
+        if next(reads) == 4:  # behind those of the number of the save
+            replace_by(other, path)
+        return whole(shards, name)
+
+    monkeypatch.setattr(Shards, "read", read)
+    found = load(path)["state_dict"]
+    assert next(reads) > 8 and all(torch.equal(found[name], expected[name]) for name in expected)
+    monkeypatch.undo()
+    assert torch.equal(load(path)["state_dict"][BIAS], later[BIAS])
+
+
+class ReadsLater(Reads):
+    """Rank 1 reads the folder when another save has taken the place of what rank 0 reads."""
+
+    def __call__(self, strategy, devices):
+        whole, path = Shards.check, Path(self.checkpoint)
+        done = path.with_name("done")
+
+        def check(shards, *args):
+            whole(shards, *args)
+            replace_by(path.with_name("other"), path)
+            done.touch()
+
+        with pytest.MonkeyPatch.context() as patch:
+            if os.environ["RANK"] == "0":
+                patch.setattr(Shards, "check", check)
+            else:
+                patch.setattr(sharded, "is_folder", lambda path: wait_for(done) or is_folder(path))
+            return super().__call__(strategy, devices)
+
+
+def wait_for(path):
+    end = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_ranks_that_would_read_two_saves_refuse(saved, other, tmp_path):
+    path = shutil.copytree(saved / "folder", tmp_path / "last.ckpt")
+    shutil.copytree(other, tmp_path / "other")
+    trainer = {"limit_val_batches": 0, "max_steps": 6}
+    script = ReadsLater(Saved, lambda: vectors(32), trainer=trainer, checkpoint=path)
+    for said in script.pipelined(2, deadline=30):
+        assert "All ranks must read the same save from" in said

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,10 @@ from lightning_pipeline.whereabouts import Position, describe
 PATIENCE = timedelta(seconds=4)
 """How long a rank that was interrupted waits for the others to be interrupted too."""
 
+END_PATIENCE = timedelta(seconds=20)
+"""How long a rank whose epoch ends early waits for the others to end it too: their loaders may need
+some time to find out that they are at their end."""
+
 _SIGTERM_CODE = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
@@ -55,6 +59,7 @@ class FailingStrategy(AxesStrategy):
     _saves = False
     _num_runs = 0  # of the process, whose store keeps what was voted
     _num_votes = 0
+    _num_ends: list[int]
 
     _watch: Watch | None = None
     _lost: BaseException | None = None
@@ -76,7 +81,7 @@ class FailingStrategy(AxesStrategy):
         FailingStrategy._num_runs += 1
         self._failed = self._reported = self._asked = False
         self._lost = None
-        self._num_votes = 0
+        self._num_votes, self._num_ends = 0, [0, 0]
         self._requeue = Requeue()
         assert self.cluster_environment is not None
         names = [self.cluster_environment.main_address, socket.gethostname()]
@@ -136,11 +141,45 @@ class FailingStrategy(AxesStrategy):
             self._requeue.answer(signal)
         return bool(stops)
 
-    def least(self, number: int) -> int:
-        """The smallest number that a rank gives; all of them call it."""
-        word = torch.full((), number, device=control_device(None, self.root_device))
-        dist.all_reduce(word, dist.ReduceOp.MIN)
-        return int(word)
+    def extent(self, number: int, alone: bool = False) -> tuple[int, int]:
+        """The smallest and the largest number that ranks give; all of them call it.
+
+        Args:
+            number: This rank's.
+            alone: Whether each pipeline asks for itself.
+        """
+        group = self.mesh.pipeline_group if alone else None
+        words = torch.tensor([number, -number], device=control_device(group, self.root_device))
+        dist.all_reduce(words, dist.ReduceOp.MIN, group)
+        least, most = words.tolist()
+        return least, -most
+
+    def gather(self, value: Any, alone: bool = False) -> dict[int, Any]:
+        """What each rank gives, by its number; all of them call it.
+
+        Args:
+            value: This rank's, small.
+            alone: Whether each pipeline asks for itself.
+        """
+        pairs: list[Any] = [None] * len(self._ranks(alone))
+        group = self.mesh.pipeline_group if alone else None
+        dist.all_gather_object(pairs, (self.global_rank, value), group)
+        return dict(pairs)
+
+    def end_at(self, batch: int, alone: bool = False) -> bool:
+        """Whether all ranks end an epoch early and behind the same batch, as this one does.
+
+        Args:
+            batch: Number of the batch.
+            alone: Whether each pipeline asks for itself.
+        """
+        self._num_ends[alone] += 1
+        ranks = self._ranks(alone)
+        name = f"ends/{self._num_runs}/{ranks[0]}/{alone}/{self._num_ends[alone]}"
+        return self._agree(name, ranks, str(batch), END_PATIENCE)
+
+    def _ranks(self, alone: bool) -> Sequence[int]:
+        return self.mesh.pipeline_ranks if alone else range(self.world_size)
 
     @property
     def _position(self) -> Position | None:
@@ -157,10 +196,17 @@ class FailingStrategy(AxesStrategy):
         return describe(position.activity, self.mesh, self.plan)
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
+    def _failing_together(self, what: str) -> Iterator[None]:
         """Notes a failure inside of a step, where ranks are at different places.
 
         A run that does not train, so has nothing to save, stops here if a rank was sent SIGTERM.
+
+        Args:
+            what: Name of the step.
+
+        Raises:
+            RuntimeError: In the place of StopIteration, as from a generator (PEP 479): a loop of
+                Lightning would take it for the end of its loader, on this rank alone.
         """
         try:
             module = self.lightning_module
@@ -170,6 +216,11 @@ class FailingStrategy(AxesStrategy):
             yield
             if self._is_broken:  # NCCL says nothing of it
                 raise RuntimeError("what the step waited for was broken off")
+        except StopIteration as error:
+            self._failed = True
+            # contextmanager takes one that has this cause itself for Python's own.
+            cause = StopIteration(*error.args).with_traceback(error.__traceback__)
+            raise RuntimeError(f"{what} raised StopIteration") from cause
         except BaseException:
             self._failed = True
             raise
@@ -320,12 +371,17 @@ class FailingStrategy(AxesStrategy):
         if not dist.is_initialized():
             return False
         self._num_votes += 1
-        store = dist.PrefixStore(f"save/{self._num_runs}/{self._num_votes}", default_store())
-        names = [str(rank) for rank in range(self.world_size)]
+        name = f"save/{self._num_runs}/{self._num_votes}"
+        return self._agree(name, range(self.world_size), place, PATIENCE)
+
+    def _agree(self, name: str, ranks: Sequence[int], place: str, patience: timedelta) -> bool:
+        """Whether all of ``ranks`` ask ``name`` within the patience, and at the same place."""
+        store = dist.PrefixStore(name, default_store())
+        names = [str(rank) for rank in ranks]
         try:
             store.set(str(self.global_rank), place)
             try:
-                store.wait(names, PATIENCE)
+                store.wait(names, patience)
                 together = all(store.get(name) == place.encode() for name in names)
             except RuntimeError:
                 together = False

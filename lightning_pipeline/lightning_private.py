@@ -41,6 +41,7 @@ __all__ = [
     "deals_out_data",
     "fit_data",
     "forget_children",
+    "handle_evaluation",
     "handle_fetcher",
     "in_thread_of",
     "is_compiled",
@@ -50,6 +51,7 @@ __all__ = [
     "optimizers_to_device",
     "replace_check_for_sigterm",
     "replace_check_for_validation",
+    "replace_evaluation_steps",
     "replace_link",
     "replace_requeue_handler",
     "replace_sigterm_notifier",
@@ -96,6 +98,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     ),
     "lightning.pytorch.loops._FitLoop": ("_combined_loader", "_data_fetcher", "_data_source"),
+    "lightning.pytorch.loops._EvaluationLoop": (
+        *("_data_fetcher", "_evaluation_step", "_max_batches"),
+    ),
+    "lightning.pytorch.loops._PredictionLoop": ("_data_fetcher", "_predict_step"),
     "lightning.pytorch.loops.fetchers": ("_PrefetchDataFetcher",),
     "lightning.pytorch.loops._TrainingEpochLoop": (
         *IN_PLACE["lightning.pytorch.loops._TrainingEpochLoop"],
@@ -259,15 +265,43 @@ def replace_requeue_handler(trainer: Trainer, handler: Callable[..., None]) -> C
     return partial(type(connector)._slurm_sigusr_handler_fn, connector)
 
 
-def handle_fetcher(trainer: Trainer, handle: Callable[[Any], None]) -> None:
-    """Gives ``handle`` what fetches training batches, each time that loaders may be new."""
-    loop = trainer.fit_loop
+def handle_fetcher(loop: Any, handle: Callable[[Any], None]) -> None:
+    """Gives ``handle`` what fetches the batches of ``fit_loop``, each time it may be new."""
 
     def setup_data() -> None:
         type(loop).setup_data(loop)
         handle(loop._data_fetcher)
 
     loop.__dict__["setup_data"] = setup_data
+
+
+def handle_evaluation(loop: Any, epochs: Any) -> None:
+    """Lets ``epochs`` change how the epochs of a loop that evaluates end.
+
+    Args:
+        loop: The loop.
+        epochs: ``shorten`` is given the number of batches of each loader, to change, each time it
+            may be new, ``join`` what fetches them, before each run.
+    """
+    name = "_max_batches" if hasattr(loop, "_max_batches") else "max_batches"
+
+    def setup_data() -> None:
+        type(loop).setup_data(loop)
+        epochs.shorten(getattr(loop, name))
+
+    def reset() -> None:
+        type(loop).reset(loop)
+        epochs.join(loop._data_fetcher)
+
+    loop.__dict__.update(setup_data=setup_data, reset=reset)
+
+
+def replace_evaluation_steps(
+    loop: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Puts what ``make`` gives in the place of what evaluates a batch, its hooks included."""
+    name = "_evaluation_step" if hasattr(loop, "_evaluation_step") else "_predict_step"
+    loop.__dict__[name] = make(getattr(type(loop), name).__get__(loop))
 
 
 def replace_link(callback: Callback, link: Callable[..., None] | None) -> None:

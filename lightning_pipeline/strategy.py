@@ -279,7 +279,7 @@ class PipelineStrategy(BuildingStrategy):
             self._parking.clear_for_step(parameters, keep_old=sees_old_gradients(module))
         last_pass, reducer = not loop._should_accumulate(), pipeline.held.reducer
         reducer.arm(first_pass, last_pass, sums=sees_each_backward(module))
-        with self._failing_together():
+        with self._failing_together("training_step"):
             loss, output = pipeline.run(
                 "training_step",
                 args,
@@ -299,7 +299,7 @@ class PipelineStrategy(BuildingStrategy):
         assert self.lightning_module is not None and self._pipeline is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._failing_together():
+        with self._failing_together("backward"):
             self._parking.hand_back(self._pipeline.complete)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -324,7 +324,7 @@ class PipelineStrategy(BuildingStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...]) -> Any:
         _, pipeline = self._placed(step, args)
         pipeline.share_buffers()
-        with self._failing_together():
+        with self._failing_together(step):
             return pipeline.run(step, args, trains=False)[1]
 
     def _placed(self, step: str, args: tuple[Any, ...]) -> tuple[pl.LightningModule, Pipeline]:
@@ -335,7 +335,7 @@ class PipelineStrategy(BuildingStrategy):
         if again or not pipeline.is_placed:
             self._end_examples()
             fitting = module.trainer.state.fn == TrainerFn.FITTING
-            with self._failing_together():
+            with self._failing_together(step):
                 if again:
                     pipeline.take_back()
                     self._averages.take_back()

@@ -228,6 +228,8 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "lightning.pytorch.Trainer": _trainer,
     "lightning.pytorch.loops._FitLoop": lambda: _trainer().fit_loop,
     "lightning.pytorch.loops._TrainingEpochLoop": lambda: _trainer().fit_loop.epoch_loop,
+    "lightning.pytorch.loops._EvaluationLoop": lambda: _trainer().validate_loop,
+    "lightning.pytorch.loops._PredictionLoop": lambda: _trainer().predict_loop,
     "lightning.pytorch.callbacks.ModelCheckpoint": ModelCheckpoint,
     "lightning.pytorch.callbacks.StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1),
     "lightning.pytorch.callbacks.ThroughputMonitor": lambda: ThroughputMonitor(len),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -109,6 +110,34 @@ class AxesStrategy(DDPStrategy):
 
     # Inside a step the ranks of one pipeline are at different lines: only replicas can meet, and
     # while a step is observed nobody can.
+
+    def extent(self, number: int, alone: bool = False) -> tuple[int, int]:
+        """The smallest and the largest number that ranks give; all of them call it.
+
+        Args:
+            number: This rank's.
+            alone: Whether each pipeline asks for itself.
+        """
+        group = self.mesh.pipeline_group if alone else None
+        words = torch.tensor([number, -number], device=control_device(group, self.root_device))
+        dist.all_reduce(words, dist.ReduceOp.MIN, group)
+        least, most = words.tolist()
+        return least, -most
+
+    def gather(self, value: Any, alone: bool = False) -> dict[int, Any]:
+        """What each rank gives, by its number; all of them call it.
+
+        Args:
+            value: This rank's, small.
+            alone: Whether each pipeline asks for itself.
+        """
+        pairs: list[Any] = [None] * len(self._ranks(alone))
+        group = self.mesh.pipeline_group if alone else None
+        dist.all_gather_object(pairs, (self.global_rank, value), group)
+        return dict(pairs)
+
+    def _ranks(self, alone: bool) -> Sequence[int]:
+        return self.mesh.pipeline_ranks if alone else range(self.world_size)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

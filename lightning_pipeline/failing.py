@@ -141,31 +141,6 @@ class FailingStrategy(AxesStrategy):
             self._requeue.answer(signal)
         return bool(stops)
 
-    def extent(self, number: int, alone: bool = False) -> tuple[int, int]:
-        """The smallest and the largest number that ranks give; all of them call it.
-
-        Args:
-            number: This rank's.
-            alone: Whether each pipeline asks for itself.
-        """
-        group = self.mesh.pipeline_group if alone else None
-        words = torch.tensor([number, -number], device=control_device(group, self.root_device))
-        dist.all_reduce(words, dist.ReduceOp.MIN, group)
-        least, most = words.tolist()
-        return least, -most
-
-    def gather(self, value: Any, alone: bool = False) -> dict[int, Any]:
-        """What each rank gives, by its number; all of them call it.
-
-        Args:
-            value: This rank's, small.
-            alone: Whether each pipeline asks for itself.
-        """
-        pairs: list[Any] = [None] * len(self._ranks(alone))
-        group = self.mesh.pipeline_group if alone else None
-        dist.all_gather_object(pairs, (self.global_rank, value), group)
-        return dict(pairs)
-
     def end_at(self, batch: int, alone: bool = False) -> bool:
         """Whether all ranks end an epoch early and behind the same batch, as this one does.
 
@@ -177,9 +152,6 @@ class FailingStrategy(AxesStrategy):
         ranks = self._ranks(alone)
         name = f"ends/{self._num_runs}/{ranks[0]}/{alone}/{self._num_ends[alone]}"
         return self._agree(name, ranks, str(batch), END_PATIENCE)
-
-    def _ranks(self, alone: bool) -> Sequence[int]:
-        return self.mesh.pipeline_ranks if alone else range(self.world_size)
 
     @property
     def _position(self) -> Position | None:

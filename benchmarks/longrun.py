@@ -155,7 +155,7 @@ def resident() -> int:
     return int(sizes["Anonymous"]) * 1024
 
 
-def train(case: str, steps: int, every: int, folder: str) -> Counts:
+def train(case: str, steps: int, every: int, rare: int, folder: str) -> Counts:
     """Trains on one rank and returns what it held."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -167,12 +167,12 @@ def train(case: str, steps: int, every: int, folder: str) -> Counts:
         devices=dist.get_world_size(),
         strategy=PipelineStrategy(2, num_microbatches=4, **strategy),
         max_steps=steps,
-        val_check_interval=100,
+        val_check_interval=rare,
         check_val_every_n_epoch=None,
         limit_val_batches=4,
         log_every_n_steps=10,
         logger=CSVLogger(folder),
-        callbacks=[holds, ModelCheckpoint(folder, every_n_train_steps=100, save_last=True)],
+        callbacks=[holds, ModelCheckpoint(folder, every_n_train_steps=rare, save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
         **arguments,
@@ -182,10 +182,19 @@ def train(case: str, steps: int, every: int, folder: str) -> Counts:
     return holds.counts
 
 
-def run(case: str, steps: int, every: int, deadline: float) -> list[Counts]:
-    """What each rank of a case held."""
+def run(case: str, steps: int, every: int, deadline: float, rare: int = 100) -> list[Counts]:
+    """What each rank of a case held.
+
+    Args:
+        case: One of `CASES`.
+        steps: Number of steps of the optimizer.
+        every: After how many of them to count.
+        deadline: How long it may take, in seconds.
+        rare: Number of batches from one validation to the next, and of steps from one checkpoint
+            to the next.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(4, train, case, steps, every, folder, deadline=deadline)
+        return run_ranks(4, train, case, steps, every, rare, folder, deadline=deadline)
 
 
 def growth(counts: Counts, name: str) -> float:

@@ -45,7 +45,7 @@ def meet(
         The store that this process serves, if it does.
 
     Raises:
-        PipelineError: If some rank does not come in time.
+        PipelineError: If some rank does not come in time, or no port is free.
     """
     if one_host:
         keep_gloo_on_host(environment.main_address)
@@ -70,9 +70,13 @@ def serve_store(host: str, port: int, world_size: int) -> dist.TCPStore | None:
         ``None`` if the address cannot be taken; the ranks then meet as torch lets them.
     """
     try:
-        server = open_server(host, port, max(world_size, 128))
+        return _serve(host, port, world_size)
     except OSError:
         return None
+
+
+def _serve(host: str, port: int, world_size: int) -> dist.TCPStore:
+    server = open_server(host, port, max(world_size, 128))
     return dist.TCPStore(
         host or "127.0.0.1",
         server.getsockname()[1],
@@ -122,15 +126,14 @@ def meet_anew(
         The store, on rank 0.
 
     Raises:
-        PipelineError: If some rank does not come in time.
+        PipelineError: If some rank does not come in time, or no port is free.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     calls, served = dist.PrefixStore("lightning_pipeline/starts", agent), None
     if rank == 0:
         here = serve_store(host, 0, world_size) if one_host else None
-        served = here or serve_store("", 0, world_size)
-        assert served is not None, "there is no free port"
+        served = here or _serve_anywhere(world_size)
         place = json.dumps([_address_here(host, port), served.port, uuid.uuid4().hex])
         _answer(calls, place, world_size, timeout)
     else:
@@ -138,6 +141,18 @@ def meet_anew(
     host, port, _ = json.loads(place)
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port), _AGENT: "False"})
     return served
+
+
+def _serve_anywhere(world_size: int) -> dist.TCPStore:
+    try:
+        return _serve("", 0, world_size)
+    except OSError as error:
+        raise PipelineError(
+            "Rank 0 must listen at a port of its own, where the ranks of this start of the job "
+            f"meet, but the machine gave it none: {error}. A restart by torchrun needs one at each "
+            "start. Free some: widen net.ipv4.ip_local_port_range or raise `ulimit -n`, as the "
+            "error says; or set --max-restarts=0, with which the ranks meet at torchrun's own."
+        ) from error
 
 
 def _answer(calls: dist.Store, place: str, world_size: int, timeout: timedelta) -> None:

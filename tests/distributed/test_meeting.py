@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from datetime import timedelta
@@ -9,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lightning_pipeline import meeting
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.meeting import meet_anew, open_server
 from tests.distributed.ranks import run_ranks
@@ -81,3 +83,18 @@ def comes_alone(rank):
 )
 def test_a_rank_does_not_wait_for_ever(agent, rank, told):
     assert told in run_ranks(RANKS, comes_alone, rank, environment=variables(agent))[rank]
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_no_port_is_free(agent, one_host, monkeypatch):
+    def none_is_free(*place, **arguments):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+    for name, value in variables(agent).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting.socket, "create_server", none_is_free)
+    with pytest.raises(PipelineError, match="Rank 0 must listen at a port of its own") as raised:
+        meet_anew(0, RANKS, one_host, timedelta(seconds=1))
+    assert "Address already in use" in str(raised.value)
+    assert "set --max-restarts=0" in str(raised.value)
+    assert isinstance(raised.value.__cause__, OSError)

@@ -51,7 +51,7 @@ MODULES = [
     "torch.package",
     "hydra.utils",
 ]
-"""Modules of which every other name is taken for one that does."""
+"""Modules of which every name is taken for one that does, but for the harmless."""
 HARMLESS = {"pickle.UnpicklingError", "yaml.safe_load"}
 
 LOADERS = ["torch.load", "torch.serialization.load", "lightning.fabric.utilities.cloud_io._load"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
@@ -26,14 +27,16 @@ from lightning_pipeline.lines import Word
 from lightning_pipeline.mesh import control_device
 from lightning_pipeline.plan import Plan
 from lightning_pipeline.reporting import (
+    cut,
     has_lost_peer,
     has_timed_out,
+    kind_of,
     say_no_more_of,
     shorten,
     shortened,
 )
 from lightning_pipeline.splitting.torch_private import default_store
-from lightning_pipeline.watch import LIMIT, Watch, connect
+from lightning_pipeline.watch import LIMIT, Watch, connect, connected
 from lightning_pipeline.whereabouts import Position, describe
 
 PATIENCE = timedelta(seconds=4)
@@ -63,6 +66,7 @@ class FailingStrategy(AxesStrategy):
 
     _watch: Watch | None = None
     _lost: BaseException | None = None
+    _hindrance: Word | None = None
     _asked = False
     _requeue = Requeue()
     plan: Plan | None = None
@@ -76,26 +80,54 @@ class FailingStrategy(AxesStrategy):
         else:
             self._launcher = ProcessLauncher(self, start_method=self._start_method)
 
-    def _begin(self) -> None:
-        """A run begins; all ranks are there."""
-        FailingStrategy._num_runs += 1
+    def start(self) -> None:
+        """A run begins in this process; ranks that have met before are watched from now on."""
         self._failed = self._reported = self._asked = False
-        self._lost = None
+        self._lost = self._hindrance = None
         self._num_votes, self._num_ends = 0, [0, 0]
         self._requeue = Requeue()
+        self._watch = connected()
+        if self._watch is not None:
+            self._hindrance = self._watch.hindrance()
+            self._put_under_watch()
+
+    def _require_groups(self) -> None:
+        """Refuses to go on in processes whose groups an earlier run has left unusable.
+
+        Raises:
+            PipelineError: If so; says what has happened.
+        """
+        if self._hindrance is None:
+            return
+        self._failed = True
+        what = self._hindrance.text.partition("\n")[0] or f"Rank {self._hindrance.rank} failed."
+        raise PipelineError(
+            "A run needs all ranks of its process groups at the same place, but those of these "
+            f"processes cannot be used any more, because of an earlier run: {what} Start the "
+            "script anew, with the last checkpoint as ckpt_path: no Trainer can go on in these "
+            "processes, also if the error of the earlier run was caught."
+        )
+
+    def _begin(self) -> None:
+        """All ranks of the run are there."""
         assert self.cluster_environment is not None
-        names = [self.cluster_environment.main_address, socket.gethostname()]
-        self._watch = watch = connect(names)
-        if watch is not None:
-            launcher = self._launcher
-            if isinstance(launcher, ScriptLauncher):
-                watch.on_failure, watch.last_resort = launcher.stop_observer, launcher.end_children
-            watch.moves, watch.on_sigterm = self._moves, self._note_sigterm
+        if self._watch is None:
+            names = [self.cluster_environment.main_address, socket.gethostname()]
+            self._watch = connect(names)
+            self._put_under_watch()
         if self.world_size > 1 and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             hear_signals(trainer, self._note_sigterm, self._requeue)
-        if watch is not None:
-            watch.begin(FailingStrategy._num_runs)
+
+    def _put_under_watch(self) -> None:
+        FailingStrategy._num_runs += 1
+        watch, launcher = self._watch, self._launcher
+        if watch is None:
+            return
+        if isinstance(launcher, ScriptLauncher):
+            watch.on_failure, watch.last_resort = launcher.stop_observer, launcher.end_children
+        watch.moves, watch.on_sigterm = self._moves, self._note_sigterm
+        watch.begin(FailingStrategy._num_runs)
 
     def _moves(self) -> float:
         """Changes with every activity of a pass, and all the time while a checkpoint is saved."""
@@ -215,7 +247,7 @@ class FailingStrategy(AxesStrategy):
             error.code = _SIGTERM_CODE
             self._tell_of_sigterm()
         watch = self._watch
-        broken = isinstance(error, RuntimeError) and self._is_broken
+        broken = isinstance(error, RuntimeError) and self._is_broken and not self._hindrance
         if broken or has_lost_peer(error):
             self._failed, cause = True, None
             if watch is not None:
@@ -232,12 +264,22 @@ class FailingStrategy(AxesStrategy):
             return stall
         head = f"Rank {self.global_rank} failed {self._place()}"
         if watch is not None:
-            trace = shortened(error)
-            kind = traceback.format_exception_only(type(error), error)[-1].strip()
-            watch.say("error", f"{head}: {kind}\n{trace}")
+            text = f"{head}: {kind_of(error)}\n{shortened(error)}"
+            watch.say("error", text, self._moment())
         if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"{head}.")
+            with contextlib.suppress(Exception):  # a class of the user's may have its own
+                error.add_note(f"{head}.")
         return error
+
+    def _moment(self) -> str:
+        """Equal on ranks that are at the same place outside of passes."""
+        position = self._position
+        if position is not None and position.activity is not None:
+            return f"rank {self.global_rank}"
+        trainer = trainer_of(self.lightning_module)
+        if trainer is None:
+            return ""
+        return f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
 
     def _tell_of_sigterm(self) -> None:
         """Says on rank 0 which rank was sent SIGTERM: the exception has no words."""
@@ -371,7 +413,7 @@ class FailingStrategy(AxesStrategy):
         if self.is_global_zero and not follows:
             return  # it is shown at the end, by whoever has called the Trainer
         # At once: rank 0 or a launcher may end this process before it gets to say it at its end.
-        text = "".join(traceback.format_exception(exception))
+        text = cut("".join(traceback.format_exception(exception)))
         if follows and not self.is_global_zero:  # which tells all of it
             text = str(exception).partition("\nTraceback")[0] + "\n"
         sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")

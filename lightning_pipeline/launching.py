@@ -31,6 +31,9 @@ _PATIENCE = 0.5
 class Told(Protocol):
     """A strategy that is told of errors before anybody else."""
 
+    def start(self) -> None:
+        """Takes note that a run begins."""
+
     def told(self, error: BaseException) -> BaseException:
         """Takes note of an error that ends the run on this rank; returns what to raise."""
 
@@ -56,6 +59,7 @@ class Telling:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs it."""
         try:
+            self.strategy.start()
             result = self.function(*args, **kwargs)
             self.strategy.finish()
         except TunerExitException:

@@ -39,12 +39,14 @@ class Word(NamedTuple):
         run: Number of the run.
         rank: Global rank.
         text: What to tell the user; the first line says it all.
+        moment: What ranks that fail with nothing under way between them have in common.
     """
 
     kind: Literal["error", "lost", "stall", "signal", "left", "ended", "moves"]
     run: int
     rank: int
     text: str = ""
+    moment: str = ""
 
 
 class Line:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.errors import PipelineError, StepError
 from lightning_pipeline.lightning_private import MODULE_DEVICE
 from lightning_pipeline.merging import Place
-from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.mesh import Mesh, Scope, control_device
 from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import (
     ABSENT,
@@ -112,7 +113,14 @@ class Observer:
         """Surveys the steps of a run where the weights are, before they are placed.
 
         Args:
-            candidates: The steps; what is not next may be missing in the answer.
+            candidates: The steps, the same on all ranks; all of them call it.
+
+        Returns:
+            The surveys that every rank has made; what is not next may be missing.
+
+        Raises:
+            PipelineError: If the step that is next cannot be surveyed on this rank, or if it makes
+                more calls on another rank of the pipeline.
         """
         surveys = {}
         for candidate in candidates:
@@ -127,7 +135,26 @@ class Observer:
                 continue  # another kind of batch, say; it speaks up when its own comes
             if found.error is None or candidate.is_next:
                 surveys[candidate.step] = found
-        return surveys
+        return self._agreed(candidates, surveys)
+
+    def _agreed(self, candidates: list[Candidate], surveys: dict[str, Survey]) -> dict[str, Survey]:
+        """Leaves what all ranks have surveyed: they are going to place the module by the same."""
+        own = [_summary(surveys.get(candidate.step)) for candidate in candidates]
+        mark = torch.tensor(own, device=control_device(None, self._device))
+        marks = [torch.empty_like(mark) for _ in range(dist.get_world_size())]
+        dist.all_gather(marks, mark)
+        counts, failed = torch.stack(marks).unbind(2)
+        agreed = {}
+        for index, candidate in enumerate(candidates):
+            if not counts[:, index].all():
+                continue  # it speaks up where it fails when its own turn comes
+            found = surveys[candidate.step]
+            there = list(self._mesh.pipeline_ranks)
+            most, fails = int(counts[there, index].max()), failed[there, index].bool()
+            if (counts[there, index][fails] < most).any():
+                raise _stopped(candidate.step, found, most) from found.error
+            agreed[candidate.step] = found
+        return agreed
 
     def _survey_one(self, candidate: Candidate) -> Survey:
         """Surveys in the step's mode where the weights are: on the host, before they are placed."""
@@ -213,3 +240,21 @@ class Observer:
     def _attributes(self, values: dict[str, Any]) -> AbstractContextManager[None]:
         there = {name: value for name, value in values.items() if value is not ABSENT}
         return patched([(self._module, name, value) for name, value in there.items()])
+
+
+def _summary(found: Survey | None) -> tuple[int, bool]:
+    """Calls of a step, none if it was not surveyed, and whether it raised something behind them."""
+    return (0, False) if found is None else (len(found.calls), found.error is not None)
+
+
+def _stopped(step: str, found: Survey, most: int) -> StepError:
+    """What to raise where the step has failed on a rank before calls that it makes on others."""
+    if found.error is not None and len(found.calls) < most:
+        return StepError(
+            f"{step} raised {type(found.error).__name__} on this rank behind {len(found.calls)} of "
+            f"the {most} calls that it makes on another one of the pipeline: {found.error}"
+        )
+    return StepError(
+        f"{step} raised an error on another rank of the pipeline, before it made all of the {most} "
+        "calls that it makes here. That rank's output says which."
+    )

@@ -184,6 +184,7 @@ class Pipeline:
         self._preparer.start_anew(self._options)
         self._seen = {n: dataclasses.replace(seen, is_next=False) for n, seen in self._seen.items()}
         self._placed.put_back()
+        self._placed.reschedule(self._options)  # without what one rank alone may have observed
 
     def _initialise(self, candidates: list[Candidate]) -> None:
         """Lets lazy modules become what they are going to be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import linecache
 import os
 import re
@@ -27,6 +28,9 @@ _OURS, _GROUPS, *_OTHERS = (
 )
 _LIBRARIES = (_OURS, *_OTHERS, contextlib.__file__)
 
+MOST = 16_000
+"""Characters of an error that a rank writes for another one or into its place."""
+
 _LOST_PEER = re.compile(
     "connection (closed|reset) by peer|caused pair closure|broken pipe|connection refused"
     "|nccl communicator was aborted|ncclremoteerror|remote process exit",
@@ -34,6 +38,7 @@ _LOST_PEER = re.compile(
 )
 _TIMED_OUT = re.compile("timed out waiting|timed out after|timeout", re.IGNORECASE)
 _TOLD = "has_been_told"
+_MOST_OF_LINE = 2000  # characters
 _PATIENCE = 1.0  # seconds that writing may take
 
 
@@ -51,10 +56,16 @@ def _is_of_groups(error: BaseException) -> bool:
     """Whether process groups have raised it, and not the user's code, whose words may be alike."""
     if not isinstance(error, RuntimeError) or isinstance(error, PipelineError):
         return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, dist.DistError) or not frames:
+    trace = error.__traceback__
+    if trace is None:
         return True
-    return frames[-1].f_code.co_filename.startswith((_OURS, _GROUPS))
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if code.co_filename.startswith((_OURS, _GROUPS)):
+        return True
+    raised = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return isinstance(error, dist.DistError) and not raised  # but by what was called there
 
 
 def shorten(error: BaseException) -> None:
@@ -86,7 +97,23 @@ def shortened(error: BaseException) -> str:
     shorten(error)
     text = "".join(traceback.format_exception(error))
     error.__traceback__, error.__cause__, error.__suppress_context__ = kept
-    return text
+    return cut(text)
+
+
+def kind_of(error: BaseException) -> str:
+    """The line of an error itself, without its traceback and notes."""
+    told = traceback.TracebackException(type(error), error, None)
+    told.__notes__ = None  # type: ignore[attr-defined]
+    return cut([*told.format_exception_only()][-1].strip(), _MOST_OF_LINE)
+
+
+def cut(text: str, most: int = MOST) -> str:
+    """``text``, or its beginning and its end if it has more than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    left_out = len(text) - most
+    return f"{text[: most - end]}\n[... {left_out} characters are left out ...]\n{text[-end:]}"
 
 
 def say_no_more_of(error: BaseException) -> None:

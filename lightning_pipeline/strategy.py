@@ -161,6 +161,7 @@ class PipelineStrategy(BuildingStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._require_groups()
         sizes, options, module = self._check_sizes(), self._options, self.lightning_module
         if module is not None:
             check_callbacks(module)
@@ -168,12 +169,12 @@ class PipelineStrategy(BuildingStrategy):
         super().setup_environment()
         if sizes.data == 1:  # Lightning's reset of the seed, for DDP, shuffles unlike one device
             set_random_state(state)
+        self._begin()
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
             mesh.build_groups(self._timeout, self.root_device)
             self._mesh = mesh
             atexit.register(mesh.leave)  # Lightning does so for NCCL alone
-        self._begin()
         if module is not None:  # its callbacks are about to be set up
             if self._averages is not None:
                 self._averages.abandon()

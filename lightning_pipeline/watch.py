@@ -37,6 +37,7 @@ failed: schedulers kill what is left 30 s after SIGTERM."""
 
 _NEWS = 1.0  # seconds between two signs of work that a rank gives to the others
 _LAST_ACTS = 2.5  # seconds in which a process ends that ends itself
+_ORDER = ("left", "stall", "error", "lost")  # of what may be the cause of the others
 
 
 class Watch(threading.Thread):
@@ -69,6 +70,7 @@ class Watch(threading.Thread):
         self._words: list[Word] = []
         self._ended: dict[int, int] = {}
         self.is_broken = self._running = self._noticed = self._dumped = self._asked = False
+        self._hindrance: Word | None = None
         self._since: float | None = None
         self._moved, self._told = 0.0, 0.0
         self._selector.register(self._bell.end, selectors.EVENT_READ, self._hear_bell)
@@ -115,6 +117,34 @@ class Watch(threading.Thread):
             self._changed.wait_for(is_over)
             return failure()
 
+    def hindrance(self) -> Word | None:
+        """Why the groups of the ranks can be used no more, before another run begins.
+
+        Of a run that has failed, messages may be under way for ever, and what waited for them was
+        broken off. Only where all ranks have failed by themselves at the same moment there are
+        none. This waits for the ends of the others, for as long as it takes a rank to be ended.
+        """
+
+        def failures() -> list[Word]:
+            run = self.run_number
+            words = (w for w in self._words if w.kind == "left" or w.run == run)
+            return [w for w in words if w.kind != "signal"]
+
+        def is_known() -> bool:
+            ends = (self._ended.get(rank, 0) for rank in range(self.size))
+            return _are_apart(failures()) or all(run >= self.run_number for run in ends)
+
+        with self._changed:
+            if self._hindrance is None and failures():
+                self._changed.wait_for(is_known, LIMIT + _LAST_ACTS)
+                found = failures()
+                together = {w.moment for w in found if w.kind == "error"}
+                raised = {w.rank for w in found if w.kind == "error"}
+                whole = len(raised) == self.size and len(together) == 1
+                if self.is_broken or not whole or _are_apart(found):
+                    self._hindrance = min(found, key=lambda w: _ORDER.index(w.kind))
+            return self._hindrance
+
     def _forget(self) -> None:
         """Lets go of the strategy of a run, and of all that it holds."""
         self.moves: Callable[[], float] = float
@@ -122,9 +152,9 @@ class Watch(threading.Thread):
         self.on_sigterm: Callable[[], None] = _nothing
         self.last_resort: Callable[[], None] = _nothing
 
-    def say(self, kind: Any, text: str = "") -> None:
-        """Tells all ranks what has happened on this one, in this run."""
-        word = Word(kind, self.run_number, self.rank, text)
+    def say(self, kind: Any, text: str = "", moment: str = "") -> None:
+        """Tells all ranks what has happened on this one, in this run; see :class:`Word`."""
+        word = Word(kind, self.run_number, self.rank, text, moment)
         self._take(word)
         for line in list(self._lines):
             line.send(word)
@@ -326,6 +356,12 @@ _watches: list[Watch] = []
 """The one of this process, if there is one."""
 
 
+def connected() -> Watch | None:
+    """The watch of this process, if it has met the other ranks."""
+    there = _watches and dist.is_initialized() and _watches[-1].group() is dist.group.WORLD
+    return _watches[-1] if there else None
+
+
 def connect(hosts: Sequence[str]) -> Watch | None:
     """The watch of this process; all ranks call it when they have met.
 
@@ -336,8 +372,8 @@ def connect(hosts: Sequence[str]) -> Watch | None:
         ``None`` if there is no other rank, or rank 0 cannot be reached, of which a warning tells.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    if _watches and _watches[-1].group() is dist.group.WORLD:
-        return _watches[-1]
+    if (known := connected()) is not None:
+        return known
     if size == 1:
         return None
     store = dist.PrefixStore("lightning_pipeline", default_store())
@@ -369,8 +405,8 @@ def _left(rank: int, place: str) -> str:
     where = f" ({place})" if place else ""
     return (
         f"Rank {rank}{where} is gone without a word, as a process is by SIGKILL (by hand, by the "
-        "kernel when memory runs out, see dmesg, or by a scheduler), by a crash in C code or with "
-        "its host."
+        "kernel when memory runs out, see dmesg, or by a scheduler), by a crash in C code, with "
+        "its host, or when it has ended by itself (its own output then says why)."
     )
 
 

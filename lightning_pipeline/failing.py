@@ -103,9 +103,9 @@ class FailingStrategy(AxesStrategy):
         what = self._hindrance.text.partition("\n")[0] or f"Rank {self._hindrance.rank} failed."
         raise PipelineError(
             "A run needs all ranks of its process groups at the same place, but those of these "
-            f"processes cannot be used any more, because of an earlier run: {what} Start the "
-            "script anew, with the last checkpoint as ckpt_path: no Trainer can go on in these "
-            "processes, also if the error of the earlier run was caught."
+            f"processes cannot be used any more, because of an earlier run:\n{what}\nNo Trainer "
+            "can go on in these processes, also if that error was caught. Start the script anew, with "
+            "the last checkpoint as ckpt_path of the fit."
         )
 
     def _begin(self) -> None:
@@ -413,7 +413,8 @@ class FailingStrategy(AxesStrategy):
         if self.is_global_zero and not follows:
             return  # it is shown at the end, by whoever has called the Trainer
         # At once: rank 0 or a launcher may end this process before it gets to say it at its end.
-        text = cut("".join(traceback.format_exception(exception)))
+        text = "".join(traceback.format_exception(exception))
+        text = text if follows else cut(text)
         if follows and not self.is_global_zero:  # which tells all of it
             text = str(exception).partition("\nTraceback")[0] + "\n"
         sys.stderr.write(f"\n[rank {self.global_rank}] failed:\n{text}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from torch import nn
 from lightning_pipeline.errors import PipelineError, StepError
 from lightning_pipeline.lightning_private import MODULE_DEVICE
 from lightning_pipeline.merging import Place
-from lightning_pipeline.mesh import Mesh, Scope, control_device
+from lightning_pipeline.mesh import Mesh, Scope
+from lightning_pipeline.reporting import kind_of
 from lightning_pipeline.splitting import is_elsewhere, state_items
 from lightning_pipeline.steps import (
     ABSENT,
@@ -103,11 +104,28 @@ class Observer:
         self.counts: dict[str, set[Place]] = {}
         self.unsure: dict[str, set[Place]] = {}
         self._known_numbers: dict[str, set[Place]] = {}
+        self._first_seen: dict[str, _Seen] = {}
 
     def observe(self, step: str, example: Example, context: Context, made_up: bool) -> Survey:
-        """Surveys one signature of a step of the placed module; see :class:`Request`."""
+        """Surveys one signature of a step of the placed module; see :class:`Request`.
+
+        All ranks of a pipeline survey a step for the first time together; a later signature may
+        be known to some of them.
+
+        Raises:
+            StepError: If the step fails on a rank before it has made all calls.
+        """
         with self._mesh.within(Scope.ALONE):
-            return self._survey(step, example, context, self._analyst, self._device, made_up)
+            found = self._survey(step, example, context, self._analyst, self._device, made_up)
+        own = _Seen.of(found, self._mesh.global_rank)
+        if step in self._first_seen:
+            _require_all_calls(step, [self._first_seen[step], own], found)
+        elif self._mesh.sizes.pipeline > 1:
+            seen: list[Any] = [None] * self._mesh.sizes.pipeline
+            dist.all_gather_object(seen, own, self._mesh.pipeline_group)
+            _require_all_calls(step, seen, found)
+        self._first_seen.setdefault(step, own)
+        return found
 
     def observe_all(self, candidates: list[Candidate]) -> dict[str, Survey]:
         """Surveys the steps of a run where the weights are, before they are placed.
@@ -119,8 +137,8 @@ class Observer:
             The surveys that every rank has made; what is not next may be missing.
 
         Raises:
-            PipelineError: If the step that is next cannot be surveyed on this rank, or if it makes
-                more calls on another rank of the pipeline.
+            PipelineError: If the step that is next cannot be surveyed on this rank, or has failed
+                on a rank before it has made all calls.
         """
         surveys = {}
         for candidate in candidates:
@@ -139,21 +157,16 @@ class Observer:
 
     def _agreed(self, candidates: list[Candidate], surveys: dict[str, Survey]) -> dict[str, Survey]:
         """Leaves what all ranks have surveyed: they are going to place the module by the same."""
-        own = [_summary(surveys.get(candidate.step)) for candidate in candidates]
-        mark = torch.tensor(own, device=control_device(None, self._device))
-        marks = [torch.empty_like(mark) for _ in range(dist.get_world_size())]
-        dist.all_gather(marks, mark)
-        counts, failed = torch.stack(marks).unbind(2)
+        own = {step: _Seen.of(found, self._mesh.global_rank) for step, found in surveys.items()}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
         agreed = {}
-        for index, candidate in enumerate(candidates):
-            if not counts[:, index].all():
+        for step in [candidate.step for candidate in candidates]:
+            if not all(step in seen for seen in ranks):
                 continue  # it speaks up where it fails when its own turn comes
-            found = surveys[candidate.step]
-            there = list(self._mesh.pipeline_ranks)
-            most, fails = int(counts[there, index].max()), failed[there, index].bool()
-            if (counts[there, index][fails] < most).any():
-                raise _stopped(candidate.step, found, most) from found.error
-            agreed[candidate.step] = found
+            agreed[step] = surveys[step]
+            there = [ranks[rank][step] for rank in self._mesh.pipeline_ranks]
+            _require_all_calls(step, there, surveys[step])
         return agreed
 
     def _survey_one(self, candidate: Candidate) -> Survey:
@@ -242,19 +255,24 @@ class Observer:
         return patched([(self._module, name, value) for name, value in there.items()])
 
 
-def _summary(found: Survey | None) -> tuple[int, bool]:
-    """Calls of a step, none if it was not surveyed, and whether it raised something behind them."""
-    return (0, False) if found is None else (len(found.calls), found.error is not None)
+class _Seen(NamedTuple):
+    """What a rank has seen of a step: the number of calls, and the error behind the last one."""
+
+    rank: int
+    num_calls: int
+    error: str
+
+    @classmethod
+    def of(cls, found: Survey, rank: int) -> _Seen:
+        return cls(rank, len(found.calls), "" if found.error is None else kind_of(found.error))
 
 
-def _stopped(step: str, found: Survey, most: int) -> StepError:
-    """What to raise where the step has failed on a rank before calls that it makes on others."""
-    if found.error is not None and len(found.calls) < most:
-        return StepError(
-            f"{step} raised {type(found.error).__name__} on this rank behind {len(found.calls)} of "
-            f"the {most} calls that it makes on another one of the pipeline: {found.error}"
-        )
-    return StepError(
-        f"{step} raised an error on another rank of the pipeline, before it made all of the {most} "
-        "calls that it makes here. That rank's output says which."
-    )
+def _require_all_calls(step: str, seen: Sequence[_Seen], found: Survey) -> None:
+    """Refuses a step that has failed before calls that it makes elsewhere: plans would differ."""
+    most = max(each.num_calls for each in seen)
+    for each in seen:
+        if each.error and each.num_calls < most:
+            raise StepError(
+                f"{step} must make the same calls of modules on every rank of a pipeline, but has "
+                f"failed on rank {each.rank} behind {each.num_calls} of {most} calls: {each.error}"
+            ) from found.error

@@ -104,8 +104,8 @@ class FailingStrategy(AxesStrategy):
         raise PipelineError(
             "A run needs all ranks of its process groups at the same place, but those of these "
             f"processes cannot be used any more, because of an earlier run:\n{what}\nNo Trainer "
-            "can go on in these processes, also if that error was caught. Start the script anew, with "
-            "the last checkpoint as ckpt_path of the fit."
+            "can go on in these processes, also if that error was caught. Start the script anew, "
+            "with the last checkpoint as ckpt_path of the fit."
         )
 
     def _begin(self) -> None:

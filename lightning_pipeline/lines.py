@@ -49,6 +49,21 @@ class Word(NamedTuple):
     moment: str = ""
 
 
+def left(rank: int, place: str) -> str:
+    """What to tell of a rank whose process is gone."""
+    where = f" ({place})" if place else ""
+    return (
+        f"Rank {rank}{where} is gone without a word, as a process is by SIGKILL (by hand, by the "
+        "kernel when memory runs out, see dmesg, or by a scheduler), by a crash in C code, with "
+        "its host, or when it has ended by itself (its own output then says why)."
+    )
+
+
+def are_apart(failures: Sequence[Word]) -> bool:
+    """Whether ranks that have failed are at different places."""
+    return any(w.kind in ("left", "lost", "stall") for w in failures)
+
+
 class Line:
     """One end of a connection.
 

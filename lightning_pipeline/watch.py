@@ -23,7 +23,17 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pipeline.breaking import break_off, uses_nccl
-from lightning_pipeline.lines import PATIENCE, Bell, Caller, Exchange, Line, Word, call
+from lightning_pipeline.lines import (
+    PATIENCE,
+    Bell,
+    Caller,
+    Exchange,
+    Line,
+    Word,
+    are_apart,
+    call,
+    left,
+)
 from lightning_pipeline.reporting import stacks, write
 from lightning_pipeline.splitting.torch_private import default_store
 
@@ -132,7 +142,7 @@ class Watch(threading.Thread):
 
         def is_known() -> bool:
             ends = (self._ended.get(rank, 0) for rank in range(self.size))
-            return _are_apart(failures()) or all(run >= self.run_number for run in ends)
+            return are_apart(failures()) or all(run >= self.run_number for run in ends)
 
         with self._changed:
             if self._hindrance is None and failures():
@@ -141,7 +151,7 @@ class Watch(threading.Thread):
                 together = {w.moment for w in found if w.kind == "error"}
                 raised = {w.rank for w in found if w.kind == "error"}
                 whole = len(raised) == self.size and len(together) == 1
-                if self.is_broken or not whole or _are_apart(found):
+                if self.is_broken or not whole or are_apart(found):
                     self._hindrance = min(found, key=lambda w: _ORDER.index(w.kind))
             return self._hindrance
 
@@ -232,7 +242,7 @@ class Watch(threading.Thread):
             self._lines.remove(line)
             line.connection.close()
             run = self._ended.get(line.peer, 0) + 1
-            words = [Word("left", run, line.peer, _left(line.peer, line.place))]
+            words = [Word("left", run, line.peer, left(line.peer, line.place))]
         for word in words:
             self._take(word)
             for other in self._lines if self.rank == 0 else ():
@@ -271,7 +281,7 @@ class Watch(threading.Thread):
         with self._changed:
             failures = self._failures()
         raised = {w.rank for w in failures if w.kind == "error"}
-        return len(raised) == self.size and not _are_apart(failures)
+        return len(raised) == self.size and not are_apart(failures)
 
     def _has_raised(self, failures: list[Word]) -> bool:
         return any(w.kind == "error" and w.rank == self.rank for w in failures)
@@ -288,7 +298,7 @@ class Watch(threading.Thread):
         if self.end_in_order:
             self._since = None  # which may take its time
             return
-        apart = _are_apart(failures)
+        apart = are_apart(failures)
         now = time.monotonic()
         if self._since is None or asked != self._asked:
             self._since, self._asked = now, asked
@@ -399,20 +409,6 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _left(rank: int, place: str) -> str:
-    where = f" ({place})" if place else ""
-    return (
-        f"Rank {rank}{where} is gone without a word, as a process is by SIGKILL (by hand, by the "
-        "kernel when memory runs out, see dmesg, or by a scheduler), by a crash in C code, with "
-        "its host, or when it has ended by itself (its own output then says why)."
-    )
-
-
-def _are_apart(failures: Sequence[Word]) -> bool:
-    """Whether ranks that have failed are at different places."""
-    return any(w.kind in ("left", "lost", "stall") for w in failures)
 
 
 def _nothing() -> None:

@@ -64,6 +64,18 @@ def are_apart(failures: Sequence[Word]) -> bool:
     return any(w.kind in ("left", "lost", "stall") for w in failures)
 
 
+def have_all_raised(failures: Sequence[Word], size: int) -> bool:
+    """Whether each rank has raised an error by itself, so that none waits for another."""
+    raised = {w.rank for w in failures if w.kind == "error"}
+    return len(raised) == size and not are_apart(failures)
+
+
+def are_together(failures: Sequence[Word], size: int) -> bool:
+    """Whether all ranks have failed by themselves at one moment: no message is under way."""
+    moments = {w.moment for w in failures if w.kind == "error"}
+    return have_all_raised(failures, size) and len(moments) == 1
+
+
 class Line:
     """One end of a connection.
 

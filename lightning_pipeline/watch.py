@@ -31,7 +31,9 @@ from lightning_pipeline.lines import (
     Line,
     Word,
     are_apart,
+    are_together,
     call,
+    have_all_raised,
     left,
 )
 from lightning_pipeline.reporting import stacks, write
@@ -130,9 +132,8 @@ class Watch(threading.Thread):
     def hindrance(self) -> Word | None:
         """Why the groups of the ranks can be used no more, before another run begins.
 
-        Of a run that has failed, messages may be under way for ever, and what waited for them was
-        broken off. Only where all ranks have failed by themselves at the same moment there are
-        none. This waits for the ends of the others, for as long as it takes a rank to be ended.
+        Of a run that has failed, messages may be under way for ever. This waits for the ends of
+        the others, for as long as it takes a rank to be ended.
         """
 
         def failures() -> list[Word]:
@@ -148,10 +149,7 @@ class Watch(threading.Thread):
             if self._hindrance is None and failures():
                 self._changed.wait_for(is_known, LIMIT + _LAST_ACTS)
                 found = failures()
-                together = {w.moment for w in found if w.kind == "error"}
-                raised = {w.rank for w in found if w.kind == "error"}
-                whole = len(raised) == self.size and len(together) == 1
-                if self.is_broken or not whole or are_apart(found):
+                if self.is_broken or not are_together(found, self.size):
                     self._hindrance = min(found, key=lambda w: _ORDER.index(w.kind))
             return self._hindrance
 
@@ -280,8 +278,7 @@ class Watch(threading.Thread):
         """Whether each rank has raised an error by itself, so that none waits for another."""
         with self._changed:
             failures = self._failures()
-        raised = {w.rank for w in failures if w.kind == "error"}
-        return len(raised) == self.size and not are_apart(failures)
+        return have_all_raised(failures, self.size)
 
     def _has_raised(self, failures: list[Word]) -> bool:
         return any(w.kind == "error" and w.rank == self.rank for w in failures)

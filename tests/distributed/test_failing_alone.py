@@ -290,7 +290,9 @@ def test_errors_are_told_by_their_own_line(case, capfd):
         lambda: vectors(64),
         trainer={"callbacks": [Happens(1, fail)], "limit_val_batches": 0},
     )
-    own = re.split(r"\nrank \d+: ", ended(script))[1]
+    text = ended(script)
+    own = re.split(r"\nrank \d+: ", text)[1]
+    assert "TypeError: no notes" not in text
     assert re.search(rf"Rank 1 failed between .*\): {told}", own, re.DOTALL), own
     said = capfd.readouterr().err
     assert "[rank 1] failed:" in said and len(said) < 50_000 and "in fail\n" in own

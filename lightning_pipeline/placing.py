@@ -148,8 +148,7 @@ class PlacedModule:
             )
             box = [placement]
             dist.broadcast_object_list(box, 0)  # replicas may have seen other shapes
-            self.placement = box[0]
-            self.is_provisional = self._has_on_any(candidates[0].step not in surveys)
+            self.placement, self.is_provisional = box[0], candidates[0].step not in surveys
             step, found = next(iter(surveys.items()))
             examples = {candidate.step: candidate.example for candidate in candidates}
             means = {
@@ -161,12 +160,6 @@ class PlacedModule:
             on_placed(plan_step(step, found, self.placement, seconds_per_byte=SECONDS_PER_BYTE))
             del surveys, found
             self.held = self._release(self.placement)
-
-    def _has_on_any(self, answer: bool) -> bool:
-        """Whether a rank has this answer, where each alone would go another way."""
-        answers = [answer] * dist.get_world_size()
-        dist.all_gather_object(answers, answer)
-        return any(answers)
 
     def plan(self, step: str, example: Example, context: Context) -> StepPlan:
         """Plans one signature of a step of the placed module.

@@ -172,7 +172,7 @@ class PipelineStrategy(BuildingStrategy):
         self._begin()
         if self._mesh is None:
             mesh = Mesh(sizes, options.schedule, self.global_rank, options.stages_per_rank)
-            self.least(0)  # a wait that the watch can break off, unlike that for new groups
+            self.extent(0)  # a wait that the watch can break off, unlike that for new groups
             mesh.build_groups(self._timeout, self.root_device)
             self._mesh = mesh
             atexit.register(mesh.leave)  # Lightning does so for NCCL alone

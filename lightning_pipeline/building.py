@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from lightning_pipeline import sharded
 from lightning_pipeline.activities import Observer
-from lightning_pipeline.files import check_lightning, is_plain
+from lightning_pipeline.files import check_lightning, is_plain, is_zip
 from lightning_pipeline.lightning_private import trainer_of
 from lightning_pipeline.materialising import Deferred, has_no_value, is_unplaced
 from lightning_pipeline.pipeline import Pipeline
@@ -147,7 +146,7 @@ class BuildingStrategy(SavingStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         module = self.lightning_module
         # Not the format before torch 1.6, of which no tensor can be read alone.
-        local = sharded.is_folder(checkpoint_path) or zipfile.is_zipfile(checkpoint_path)
+        local = sharded.is_folder(checkpoint_path) or is_zip(checkpoint_path)
         meta = module is not None and any(t.is_meta for *_, t in state_items(module))
         if not (local and meta and is_plain(self.checkpoint_io)):
             return super().load_checkpoint(checkpoint_path, weights_only)

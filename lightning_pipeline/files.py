@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import zipfile
@@ -21,7 +22,11 @@ from lightning_pipeline.lightning_private import in_thread_of
 from lightning_pipeline.replacing import erase, is_remote, whole_file
 from lightning_pipeline.splitting.torch_private import FakeTensorMode, offset_in_file, record_offset
 
-_ZIP = b"PK\x03\x04"
+_ZIP, _END = b"PK\x03\x04", b"PK\x05\x06"
+_FOLDER = 0x10  # attribute of a record that readers take for a folder, without any bytes
+_TAIL = 1 << 16  # bytes at a file's end in which readers look for its list of records
+_PIECE = 1 << 20  # bytes read at a time
+_UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError)  # of torch.load, at what is no zip
 _ANOTHER = "Continue from another checkpoint."
 
 
@@ -52,7 +57,10 @@ class WholeFiles(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         check_file(path)
         with explained(path):
-            return super().load_checkpoint(path, map_location, weights_only)
+            loaded: dict[str, Any] = torch.load(
+                path, map_location=map_location, weights_only=weights_only
+            )
+        return loaded
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -99,48 +107,85 @@ def written(path: Any) -> Iterator[None]:
         ) from error
 
 
+def is_zip(path: Any) -> bool:
+    """Whether a path has a local file that begins as those of torch.save do since torch 1.6."""
+    if not os.path.isfile(path):
+        return False
+    with named(path), open(path, "rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
 def check_file(path: Any, checksums: bool = True) -> None:
     """Refuses a file that is not as torch.save left it.
 
     Args:
         path: A local file. One in the format that torch wrote before 1.6 cannot be checked.
-        checksums: Whether the whole file is read, to compare each tensor with its checksum.
+        checksums: Whether the whole file is read, to compare each tensor with its checksum. What
+            is not a tensor always is.
 
     Raises:
-        CheckpointError: If it is empty, cut short or changed.
+        CheckpointError: If it is empty, cut short or changed, or the disk cannot read it.
     """
     name, size = str(path), os.path.getsize(path)
     if not size:
         raise CheckpointError(f"The checkpoint {name!r} is empty. {_ANOTHER}")
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as file:
-            if file.read(len(_ZIP)) != _ZIP:
-                return
-        raise CheckpointError(
-            f"The checkpoint {name!r} is cut short: it ends after {size} bytes without the list of "
-            f"its tensors, so its writing or copying was interrupted. Copy it again. {_ANOTHER}"
-        )
-    if checksums:
-        with open(path, "rb") as file:
-            record = damaged_record(file)
-        if record is not None:
+    if not is_zip(path):
+        return
+    with named(path), open(path, "rb") as file:
+        file.seek(max(0, size - _TAIL))
+        if _END not in file.read():
             raise CheckpointError(
-                f"The checkpoint {name!r} is damaged in {_contents(path, record)}: it was changed "
-                f"after it was written. Copy it again. {_ANOTHER}"
+                f"The checkpoint {name!r} is cut short: it ends after {size} bytes without the "
+                "list of its tensors, so its writing or copying was interrupted. Copy it again. "
+                f"{_ANOTHER}"
             )
+        record = damaged_record(file, checksums)
+    if record is not None:
+        raise CheckpointError(
+            f"The checkpoint {name!r} is damaged in {_contents(path, record)}: it was changed "
+            f"after it was written. Copy it again. {_ANOTHER}"
+        )
 
 
-def damaged_record(file: Any) -> str | None:
-    """Name of the first record of a file of torch.save that differs from its checksum.
+def damaged_record(file: Any, tensors: bool = True) -> str | None:
+    """Name of the first record of a file of torch.save that is not as it was written.
+
+    Nothing but its checksums tells of a change, and none covers the list of the records: torch.save
+    neither compresses nor encrypts, and marks no record as a folder.
 
     Args:
         file: The file or its bytes in memory, to be read from.
+        tensors: Whether tensors are compared with their checksums, too.
+
+    Returns:
+        The name, or what is wrong with the list of records; ``None`` if all are well.
+
+    Raises:
+        OSError: If the disk cannot read the file.
     """
+    where = "its list of records"
     try:
         with zipfile.ZipFile(file) as opened:
-            return opened.testzip()
-    except (zipfile.BadZipFile, EOFError) as error:
-        return str(error)
+            for record in opened.infolist():
+                where = record.filename
+                plain = record.compress_type == zipfile.ZIP_STORED
+                if record.external_attr & _FOLDER or not plain:
+                    return where
+                if record.file_size != record.compress_size:
+                    return where
+                if tensors or "/data/" not in where:
+                    with opened.open(record) as part:
+                        while part.read(_PIECE):
+                            pass
+    except MemoryError:
+        raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the beginning
+            raise
+        return where
+    except Exception:  # what zipfile raises at bytes that are no zip is of many kinds
+        return where
+    return None
 
 
 def _contents(path: Any, record: str) -> str:
@@ -154,27 +199,56 @@ def _contents(path: Any, record: str) -> str:
             for place, tensor in walk(loaded)
             if offset_in_file(tensor) == offset
         ]
-    except (RuntimeError, IndexError, AttributeError, pickle.UnpicklingError):
+    except Exception:  # the file is damaged
         names = []
     return " and ".join(names) or record
 
 
 @contextmanager
-def explained(path: Any) -> Iterator[None]:
-    """Errors of torch.load name the file.
+def named(path: Any) -> Iterator[None]:
+    """Errors of reading name the file.
 
     Raises:
-        CheckpointError: If torch.save did not write the file.
-        UnpicklingError: If there is more in it than ``weights_only`` allows.
+        CheckpointError: If the disk cannot read it.
     """
     try:
         yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} must be readable, but {first_line(error)}. Copy it "
+            f"again. {_ANOTHER}"
+        ) from error
+
+
+@contextmanager
+def explained(path: Any) -> Iterator[None]:
+    """Errors of torch.load name the file, after ``check_file``.
+
+    Raises:
+        CheckpointError: If torch.save did not write the file, or the disk cannot read it.
+        UnpicklingError: If there is more in it than ``weights_only`` allows.
+    """
+    try:
+        with named(path):
+            yield
+    except (CheckpointError, OSError, ImportError):
+        raise
     except pickle.UnpicklingError as error:
-        if zipfile.is_zipfile(path):
+        if is_zip(path):
             raise pickle.UnpicklingError(f"In {str(path)!r}: {error}") from None
         raise _foreign(path, error) from error
-    except (RuntimeError, EOFError, LookupError, ValueError, UnicodeError) as error:
+    except Exception as error:
+        if is_out_of_memory(error) or (is_zip(path) and not isinstance(error, _UNREADABLE)):
+            raise
         raise _foreign(path, error) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no room for a tensor, which says nothing about its file."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
 
 
 def _foreign(path: Any, error: BaseException) -> CheckpointError:

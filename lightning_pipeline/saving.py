@@ -216,6 +216,8 @@ class SavingStrategy(FailingStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         if not is_remote(checkpoint_path):
             checkpoint_path = standing(checkpoint_path)
+        elif weights_only is None and str(checkpoint_path).startswith("http"):
+            weights_only = True  # otherwise Lightning takes objects of any class from a server
         if os.path.isdir(checkpoint_path):
             loaded = sharded.load(checkpoint_path, weights_only, together=True)
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path as FilePath
@@ -47,6 +48,7 @@ from lightning_pipeline.replacing import (
     erase,
     is_remote,
     put,
+    standing,
     sync,
     whole_file,
 )
@@ -59,7 +61,7 @@ _VERSION = 1
 
 def is_folder(path: Any) -> bool:
     """Whether there is a complete checkpoint folder at a path."""
-    return all(os.path.isfile(os.path.join(path, name)) for name in (METADATA, REST))
+    return all(os.path.isfile(os.path.join(standing(path), name)) for name in (METADATA, REST))
 
 
 def save(
@@ -129,6 +131,7 @@ def _begin(path: Any, mesh: Mesh) -> tuple[int, FilePath]:
 
 def _finish(rest: dict[str, Any], part: FilePath, path: Any) -> None:
     """Completes the folder beside a path and moves it there."""
+    rest[OWN]["list"] = zlib.crc32((part / METADATA).read_bytes())
     with open(part / REST, "wb") as file:
         torch.save(rest, file)
         file.flush()
@@ -253,7 +256,7 @@ def load(
         ValueError: If something else wrote it.
         CheckpointError: If a file is missing, damaged or of another save.
     """
-    folder = FilePath(path)
+    folder = FilePath(standing(path))
     if not is_folder(folder):
         lacks = " and ".join(n for n in (METADATA, REST) if not (folder / n).is_file())
         raise FileNotFoundError(
@@ -271,7 +274,7 @@ def load(
             "strategy. Load it with the strategy that wrote it, and save one file from there."
         )
     keys = {tuple(path): key for path, key in own["stored"]}
-    shards = Shards(folder)
+    shards = Shards(folder, own.get("list"))
     shards.check(keys.values(), own.get("save"))
     if together:
         _require_one_save(path, own.get("save"))
@@ -326,7 +329,7 @@ def consolidate(folder: Any, file: Any = None, weights_only: bool | None = None)
         UnpicklingError: If there is more in it than ``weights_only`` allows.
     """
     source = FilePath(folder)
-    if not source.is_dir():
+    if not standing(source).is_dir():
         raise FileNotFoundError(
             f"A checkpoint folder must exist, and {str(folder)!r} does not in {os.getcwd()} or is "
             "a file. One file needs no consolidation."

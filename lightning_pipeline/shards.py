@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import weakref
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 
 from lightning_pipeline.errors import CheckpointError
-from lightning_pipeline.files import damaged_record, first_line
+from lightning_pipeline.files import damaged_record, first_line, is_out_of_memory, named
 from lightning_pipeline.replacing import METADATA
 from lightning_pipeline.splitting.torch_private import MEMORY_FORMAT, STORAGE_INFO, get_layout
 
@@ -63,6 +64,13 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no list of tensors needs")
 
 
+def _check_place(info: Any) -> None:
+    """Refuses where a tensor shall be if that is no part of a file of the folder."""
+    path, offset, length = info.relative_path, info.offset, info.length
+    if Path(path).name != path or "\0" in path or min(offset, length) < 0:
+        raise ValueError(f"it has a tensor in {path!r} at {offset}, of {length} bytes")
+
+
 def save_key(rank: int) -> tuple[str, str]:
     """Where a rank's file has the number of its save: keys of nested dicts."""
     return OWN, f"save_{rank}"
@@ -73,23 +81,34 @@ class Shards:
 
     Args:
         folder: The folder.
+        checksum: CRC-32 of the list of its tensors; ``None`` if it was saved without.
 
     Raises:
-        CheckpointError: If the list of its tensors cannot be read.
+        CheckpointError: If the list is not the one that was written, or cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checksum: int | None) -> None:
         self._folder = folder
         self._opened: dict[str, int] = {}
+        with named(folder / METADATA):
+            data = (folder / METADATA).read_bytes()
+        if checksum is not None and zlib.crc32(data) != checksum:
+            raise CheckpointError(
+                f"{str(folder / METADATA)!r} must be of the same save as the files beside it, and "
+                f"is of another or damaged. {_TOGETHER}"
+            )
         try:
-            with open(folder / METADATA, "rb") as file:
-                listed = _Unpickler(file).load()
+            listed = _Unpickler(io.BytesIO(data)).load()
             self._kinds = {
                 name: (tuple(entry.size), entry.properties.dtype)
                 for name, entry in listed.state_dict_metadata.items()
             }
             self._places = {index.fqn: info for index, info in listed.storage_data.items()}
-        except (pickle.UnpicklingError, EOFError, LookupError, ValueError, AttributeError) as error:
+            for info in self._places.values():
+                _check_place(info)
+            if self._places.keys() != self._kinds.keys():
+                raise ValueError("it has tensors without a place")
+        except Exception as error:  # what pickle raises at damaged bytes is of many kinds
             raise CheckpointError(
                 f"{str(folder / METADATA)!r} must be the list of tensors that torch wrote, but "
                 f"cannot be read as one ({first_line(error)}). {_TOGETHER}"
@@ -170,14 +189,21 @@ class Shards:
         """
         place = self._places[name]
         path = self._folder / place.relative_path
-        data = io.BytesIO(os.pread(self._open(place.relative_path), place.length, place.offset))
+        with named(path):
+            read = os.pread(self._open(place.relative_path), place.length, place.offset)
+        data = io.BytesIO(read)
+        damaged = CheckpointError(
+            f"{str(path)!r} is damaged in {name}: it was changed after it was written. {_TOGETHER}"
+        )
         if damaged_record(data) is not None:
-            raise CheckpointError(
-                f"{str(path)!r} is damaged in {name}: it was changed after it was written. "
-                f"{_TOGETHER}"
-            )
+            raise damaged
         data.seek(0)
-        value: Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        try:
+            value: Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise damaged from error
         if (tuple(value.shape), value.dtype) != self.kind(name):
             raise CheckpointError(
                 f"{name} must have shape and dtype {self.kind(name)} by {METADATA}, and has "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_pipeline import sharded
 from lightning_pipeline.checkpoint import STATE_DICT, mapped
 from lightning_pipeline.files import check_file, explained
+from lightning_pipeline.replacing import standing
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
 _SHOWN = 5
@@ -68,7 +69,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: If torch.save did not write it since torch 1.6, or it is cut short.
     """
-    if os.path.isdir(path):
+    if os.path.isdir(standing(path)):
         return sharded.load(path, weights_only, stand_in, together=together)
     check_file(path, checksums=False)  # that would read all of it on every rank
     with explained(path):

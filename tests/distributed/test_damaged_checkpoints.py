@@ -380,6 +380,13 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_as_it_was(
     assert torch.equal(load(path)["state_dict"][BIAS], later[BIAS])
 
 
+def test_a_tensor_that_comes_in_parts_is_read_in_full(saved, monkeypatch):
+    expected, whole = load(saved / "folder")["state_dict"], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: whole(file, min(size, 1000), at))
+    found = load(saved / "folder")["state_dict"]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 class ReadsLater(Reads):
     """Rank 1 reads the folder when another save has taken the place of what rank 0 reads."""
 

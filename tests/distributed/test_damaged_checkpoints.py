@@ -6,11 +6,15 @@ import contextlib
 import itertools
 import os
 import pickle
+import random
 import re
 import resource
 import shutil
 import signal
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import lightning as L
@@ -18,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeline import sharded
+from lightning_pipeline import PipelineStrategy, sharded
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.files import WholeFiles
 from lightning_pipeline.replacing import beside, put
@@ -27,6 +31,7 @@ from lightning_pipeline.shards import Shards
 from tests.distributed.fits import Script
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import vectors
+from tests.distributed.test_resume import differences
 from tests.models.modules import Perceptron
 
 BIAS, MOMENTUM = "net.0.bias", "exp_avg of net.0.bias"
@@ -345,6 +350,31 @@ def test_objects_need_trust(tmp_path):
     assert isinstance(loaded["epoch"], nn.Identity)
 
 
+FLIPPED = {"file": "file", "list": ".metadata", "rest": "meta.pt", "shard": "__1_0.distcp"}
+
+
+@pytest.mark.parametrize("kind", FLIPPED)
+def test_a_bit_that_has_changed_is_told_or_changes_nothing(saved, tmp_path, kind):
+    whole = "file" if kind == "file" else "folder"
+    copy = (shutil.copy if kind == "file" else shutil.copytree)(saved / whole, tmp_path / whole)
+    path = copy if kind == "file" else copy / FLIPPED[kind]
+    read = partial(WholeFiles().load_checkpoint if kind == "file" else load, copy)
+    expected, data = read(), path.read_bytes()
+    told, draw = 0, random.Random(kind)
+    for number in draw.sample(range(8 * len(data)), 100):
+        changed = bytearray(data)
+        changed[number // 8] ^= 1 << number % 8
+        path.write_bytes(changed)
+        try:
+            found = read()
+        except CheckpointError as error:
+            assert str(path) in str(error), number
+            told += 1
+        else:
+            assert not list(differences(found, expected, 0.0)), number
+    assert told > 10
+
+
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """A folder of a later step, which a run that goes on saves."""
@@ -420,3 +450,21 @@ def test_ranks_that_would_read_two_saves_refuse(saved, other, tmp_path):
     script = ReadsLater(Saved, lambda: vectors(32), trainer=trainer, checkpoint=path)
     for said in script.pipelined(2, deadline=30):
         assert "All ranks must read the same save from" in said
+
+
+def test_what_a_server_gives_runs_no_code(tmp_path, monkeypatch):
+    """Where nothing is said of weights_only; Lightning itself takes anything from a server."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    known = {"state_dict": {}, "pytorch-lightning_version": L.__version__}
+    torch.save({**known, "more": Evil()}, tmp_path / "evil.ckpt")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/evil.ckpt"
+        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+            PipelineStrategy(2).load_checkpoint(url)
+        assert not (tmp_path / "evil").exists()
+        PipelineStrategy(2).load_checkpoint(url, weights_only=False)
+        server.shutdown()
+    assert (tmp_path / "evil").exists()

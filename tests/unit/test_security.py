@@ -70,6 +70,7 @@ ALLOWED = {
     "messages.py:_unpacked weights_only=False": "what another rank of the job has sent",
     "sharded.py:load weights_only=weights_only": "the user's, as in Trainer.fit; None is True",
     "weights.py:open_checkpoint weights_only=weights_only": "the same",
+    "files.py:WholeFiles.load_checkpoint weights_only=weights_only": "the same",
 }
 """By place and name, why it may stand there."""
 

@@ -173,10 +173,9 @@ def damaged_record(file: Any, tensors: bool = True) -> str | None:
                     return where
                 if record.file_size != record.compress_size:
                     return where
-                if tensors or "/data/" not in where:
-                    with opened.open(record) as part:
-                        while part.read(_PIECE):
-                            pass
+                with opened.open(record) as part:
+                    while (tensors or "/data/" not in where) and part.read(_PIECE):
+                        pass
     except MemoryError:
         raise
     except OSError as error:

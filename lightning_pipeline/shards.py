@@ -92,6 +92,11 @@ class Shards:
         self._opened: dict[str, int] = {}
         with named(folder / METADATA):
             data = (folder / METADATA).read_bytes()
+        if checksum is not None and zlib.crc32(data) != checksum:
+            raise CheckpointError(
+                f"{str(folder / METADATA)!r} must be of the same save as the files beside it, and "
+                f"is of another or damaged. {_TOGETHER}"
+            )
         try:
             listed = _Unpickler(io.BytesIO(data)).load()
             self._kinds = {
@@ -108,11 +113,6 @@ class Shards:
                 f"{str(folder / METADATA)!r} must be the list of tensors that torch wrote, but "
                 f"cannot be read as one ({first_line(error)}). {_TOGETHER}"
             ) from error
-        if checksum is not None and zlib.crc32(data) != checksum:
-            raise CheckpointError(
-                f"{str(folder / METADATA)!r} must be of the same save as the files beside it, and "
-                f"is of another or damaged. {_TOGETHER}"
-            )
 
     def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a tensor."""

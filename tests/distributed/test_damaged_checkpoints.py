@@ -10,11 +10,8 @@ import re
 import resource
 import shutil
 import signal
-import threading
 import time
 import zlib
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import lightning as L
@@ -22,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeline import PipelineStrategy, sharded
+from lightning_pipeline import sharded
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.files import WholeFiles
 from lightning_pipeline.replacing import beside, put
@@ -447,21 +444,3 @@ def test_ranks_that_would_read_two_saves_refuse(saved, other, tmp_path):
     script = ReadsLater(Saved, lambda: vectors(32), trainer=trainer, checkpoint=path)
     for said in script.pipelined(2, deadline=30):
         assert "All ranks must read the same save from" in said
-
-
-def test_what_a_server_gives_runs_no_code(tmp_path, monkeypatch):
-    """Where nothing is said of weights_only; Lightning itself takes anything from a server."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
-    known = {"state_dict": {}, "pytorch-lightning_version": L.__version__}
-    torch.save({**known, "more": Evil()}, tmp_path / "evil.ckpt")
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/evil.ckpt"
-        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-            PipelineStrategy(2).load_checkpoint(url)
-        assert not (tmp_path / "evil").exists()
-        PipelineStrategy(2).load_checkpoint(url, weights_only=False)
-        server.shutdown()
-    assert (tmp_path / "evil").exists()

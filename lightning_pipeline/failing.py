@@ -120,14 +120,16 @@ class FailingStrategy(AxesStrategy):
             hear_signals(trainer, self._note_sigterm, self._requeue)
 
     def _put_under_watch(self) -> None:
-        FailingStrategy._num_runs += 1
         watch, launcher = self._watch, self._launcher
         if watch is None:
+            FailingStrategy._num_runs += 1
             return
+        # Counted by those who have met: another job in this process may have met other ranks.
+        self._num_runs = watch.run_number + 1
         if isinstance(launcher, ScriptLauncher):
             watch.on_failure, watch.last_resort = launcher.stop_observer, launcher.end_children
         watch.moves, watch.on_sigterm = self._moves, self._note_sigterm
-        watch.begin(FailingStrategy._num_runs)
+        watch.begin(self._num_runs)
 
     def _moves(self) -> float:
         """Changes with every activity of a pass, and all the time while a checkpoint is saved."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import os
 import re
 import shutil
@@ -53,8 +52,13 @@ def _host() -> str:
 
 def _abandoned(path: Any) -> Iterator[Path]:
     """What lies beside a path and belongs to this process, or to none that is still there."""
-    for part in Path(path).parent.glob(f".{glob.escape(_hidden(path))}.*-*{_PART}"):
-        host, _, number = part.name[len(_hidden(path)) + 2 : -len(_PART)].rpartition("-")
+    folder, begin = Path(path).parent, f".{_hidden(path)}."
+    # A pattern would stay in a cache for each name of a checkpoint.
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if not (name.startswith(begin) and name.endswith(_PART)):
+            continue
+        part = folder / name
+        host, _, number = name[len(begin) : -len(_PART)].rpartition("-")
         if not number.isdigit():
             continue
         if host != _host():  # nobody here knows whether it is still there
